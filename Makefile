@@ -1,0 +1,44 @@
+# One command for each habit. Every target sets up what it needs and prints its time.
+#   make ladder   the main job: the five rungs and the replay, over the whole matrix
+#   make test     all tests      make check  lint, types, import contracts, dead code
+#   make bench    ratios and microbenchmarks
+# PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+TORCH_PIP ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvcore-dev
+TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$@: $$(( $$(date +%s) - start )) s]"; exit $$code
+
+.PHONY: setup ladder test check bench wheel clean system
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("kvcore needs Python 3.11 to 3.13, this is %d.%d; set PYTHON=" % v[:2] if not (3, 11) <= v[:2] <= (3, 13) else 0)'
+	$(call TIME,$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]' && touch $@)
+
+ladder: $(STAMP)
+	$(call TIME,$(BIN)/kvcore ladder --jobs $(JOBS))
+
+test: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/run_tests.py --jobs $(JOBS))
+
+check: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/check.py)
+
+bench: $(STAMP)
+	$(call TIME,$(BIN)/python -m pytest tests/bench --benchmark-only --benchmark-columns=min$(comma)median$(comma)max -p no:xdist)
+
+comma := ,
+
+wheel: $(STAMP)
+	$(call TIME,$(BIN)/python -m build -w -o dist .)
+
+system:
+	@echo "Nothing beyond Python 3.11+, git and make is needed by the targets of this version."
+
+clean:
+	rm -rf $(VENV) build dist .types .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks

@@ -1,0 +1,1 @@
+"""kvcore: a KV cache for LLM serving whose correctness can be shown."""
