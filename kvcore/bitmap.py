@@ -9,8 +9,8 @@ free (integers are immutable), and equality is the equality of the sets.
 1. `ones(n)` is {0 .. n-1}: the cells of a full prefix of n chunks, or all lengths below n.
 2. `trailing_ones(x)` is the length of the unbroken run that starts at bit 0: adding one carries through exactly that
    run, so x XOR x+1 covers it and the zero behind it.
-3. `run_starts(x, width)` keeps bit i iff bits i .. i+width-1 are all set. Doubling: the AND of two runs of length k that
-   begin k apart is the run of length 2k, so log2(width) shifts are enough; the last step overlaps.
+3. `run_starts(x, width)` keeps bit i iff bits i .. i+width-1 are all set. Doubling: two runs of length k that begin k
+   apart make the run of length 2k, so log2(width) shifts and ANDs are enough; the last step is a shorter one.
 4. `windowed(x, width, length)` turns presence into lengths: bit L iff the `width` chunks before L are all set. Below
    chunk 0 lie `width` virtual chunks that are always there, which is the clamp max(0, L - width) without a branch.
 
@@ -89,7 +89,5 @@ def from_bytes(data: bytes | bytearray | memoryview, length: int) -> int:
     """The inverse of `to_bytes`. Refuses bytes that `to_bytes(..., length)` cannot have made."""
     bitmap = int.from_bytes(data, "little")
     if len(data) != (length + 7) // 8 or bitmap.bit_length() > length:
-        raise CallerError(
-            f"a bitmap of {length} bits was expected, got {len(data)} bytes with {bitmap.bit_length()} bits"
-        )
+        raise CallerError(f"expected a bitmap of {length} bits, got {len(data)} bytes with {bitmap.bit_length()} bits")
     return bitmap

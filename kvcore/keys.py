@@ -2,31 +2,30 @@
 
 Theory of operation
 -------------------
-A *chunk* is `chunk_tokens` consecutive tokens; a trailing partial chunk has no key. KV of a chunk depends on every token
-before it and on everything else that shapes the bytes. So:
+A *chunk* is `chunk_tokens` consecutive tokens; a trailing partial chunk has no key. KV of a chunk depends on every
+token before it and on everything else that shapes the bytes. So:
 
 1. A `Namespace` holds everything besides the tokens: model name and revision, KV dtype, layout fingerprint,
-   quantisation, adapter, chunk size, hash mode and, for hashes taken from the engine, its algorithm and seed. Its digest
-   is BLAKE3 (derive-key mode, context naming the version) over the fields, each as name, type and value with lengths
-   in front: an adapter "S" and a revision "S" cannot be mistaken for each other.
-2. h[-1] = namespace digest;  h[i] = BLAKE3(message of chunk i, key = h[i-1]).  The previous hash goes in as the *key* of
-   the keyed mode and not as a prefix, so that 1,024 bytes of tokens stay one BLAKE3 chunk.
+   quantisation, adapter, chunk size, hash mode and, for hashes taken from the engine, its algorithm and seed. Its
+   digest is BLAKE3 (derive-key mode, context naming the version) over the fields, each as name, type and value with
+   lengths in front: an adapter "S" and a revision "S" cannot be mistaken for each other.
+2. h[-1] = namespace digest;  h[i] = BLAKE3(message of chunk i, key = h[i-1]).  The previous hash goes in as the *key*
+   of the keyed mode and not as a prefix, so that 1,024 bytes of tokens stay one BLAKE3 chunk.
 3. The message is the tokens as little-endian uint32, exactly 4 * chunk_tokens bytes, followed by the extras that
-   begin in this chunk: (offset in the chunk, length, id length) as uint32 and the id, in sorted order. The token part has
-   a fixed length (the chunk size is in the namespace) and every extra carries its own, so the encoding is injective; a
-   chunk without extras costs nothing. The chain carries an extra on to all later chunks.
-4. Mode "engine" hashes nothing twice: the message is the engine's block size and the hash of the last block of the chunk.
+   begin in this chunk: (offset in the chunk, length, id length) as uint32 and the id, in sorted order. The token part
+   has a fixed length (the chunk size is in the namespace) and every extra carries its own, so the encoding is
+   injective; a chunk without extras costs nothing. The chain carries an extra on to all later chunks.
+4. Mode "engine" hashes nothing twice: the message is the engine's block size and the hash of the chunk's last block.
 5. `hash_tokens` returns the hashes of all full chunks. `known` hashes are taken over as the first ones.
 
 Token lists are checked while they are converted. `array` refuses floats, None and numbers outside [0, 2**32) at C
-speed; a bool passes it as 0 or 1, so only places that hold 0 or 1 are looked at again. No check can hide an error:
-a token that is stored is exactly the token that was given.
+speed; a bool passes it as 0 or 1, so only places that hold 0 or 1 are looked at again.
 
-An `ObjectKey` names one cell. Its text form (`key_text`) is BLAKE3 over the whole encoded key plus a readable hint, so any
-bytes in a model name or salt are harmless in file, Redis and object names. Two keys with one text would need a
+An `ObjectKey` names one cell. Its text form (`key_text`) is BLAKE3 over the whole encoded key plus a readable hint, so
+any bytes in a model name or salt are harmless in file, Redis and object names. Two keys with one text would need a
 collision of 256 bits; a record still carries `encode_key(key)`, and the reader compares.
 
-Rejected: Python's `hash` (differs per process); prefixing h[i-1] to the message (a second compression for a 32-byte
+Rejected: Python's `hash` (differs per process); prefixing h[i-1] to the message (a second BLAKE3 chunk for a 32-byte
 tail); numpy for lists (truncates floats silently, three times slower than `array`); escaped names as key text (grow
 beyond the 255 bytes that file systems allow).
 
@@ -39,8 +38,9 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -68,6 +68,8 @@ Extra: TypeAlias = tuple[int, int, bytes]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 HashMode = Literal["tokens", "engine"]
 
+_NO_TOKENS = (str, bytes, bytearray, memoryview)  # sequences, and of small numbers at that, but surely not tokens
+
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<q")
 _EXTRA_HEAD = struct.Struct("<III")
@@ -76,7 +78,7 @@ _KEY_VERSION = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9]+")
 
 # Engine algorithms whose start value or whole result differs per process unless a seed is set.
-_RANDOM_PER_PROCESS = ("xxhash", "xxh", "builtin", "hash")
+_RANDOM_PER_PROCESS = ("xxh", "builtin", "python")
 
 
 class ObjectKey(NamedTuple):
@@ -119,8 +121,8 @@ def _utf8(text: str) -> bytes:
 class Namespace:
     """Everything besides the tokens that changes the stored bytes. Two namespaces share no chunk hash.
 
-    `layout` is `CacheLayout.fingerprint`; `adapter` a LoRA id. With `hash_mode="engine"` the engine's block hashes are the
-    source, and `engine_algorithm` and `engine_seed` say how they were made.
+    `layout` is `CacheLayout.fingerprint`; `adapter` a LoRA id. With `hash_mode="engine"` the engine's block hashes are
+    the source, and `engine_algorithm` and `engine_seed` say how they were made.
     """
 
     model_name: str
@@ -170,8 +172,8 @@ class Namespace:
             )
         if self.engine_algorithm.lower().startswith(_RANDOM_PER_PROCESS) and not self.engine_seed:
             raise ConfigError(
-                f"engine hash {self.engine_algorithm!r} without a seed differs in every process, so a store that outlives "
-                "the process would never hit; set PYTHONHASHSEED for the engine and pass it as engine_seed, "
+                f"engine hash {self.engine_algorithm!r} without a seed differs in every process, so a store that "
+                "outlives the process would never hit; set PYTHONHASHSEED for the engine and pass it as engine_seed, "
                 "or use hash_mode 'tokens'"
             )
 
@@ -193,6 +195,7 @@ class ChunkHasher:
         `extras`: enter with the first chunk they touch, in any order.
         """
         self._require_mode("tokens")
+        _require_row(tokens)
         chunks = len(tokens) // self.chunk_tokens
         hashes = self._begin(known, chunks)
         suffixes = self._extras_by_chunk(extras) if extras else {}
@@ -210,7 +213,7 @@ class ChunkHasher:
         self._require_mode("engine")
         if type(block_tokens) is not int or block_tokens < 1 or self.chunk_tokens % block_tokens:
             raise CallerError(
-                f"a chunk of {self.chunk_tokens} tokens is not a whole number of engine blocks of {block_tokens!r} tokens"
+                f"a chunk of {self.chunk_tokens} tokens is no whole number of engine blocks of {block_tokens!r} tokens"
             )
         step = self.chunk_tokens // block_tokens
         hashes = self._begin(known, len(block_hashes) // step)
@@ -228,9 +231,7 @@ class ChunkHasher:
     def _begin(self, known: Sequence[bytes], chunks: int) -> list[bytes]:
         """A fresh list that begins with the known hashes, which continue the chain."""
         if len(known) > chunks:
-            raise CallerError(
-                f"{len(known)} chunk hashes are said to be known, but there are only {chunks} full chunks"
-            )
+            raise CallerError(f"{len(known)} chunk hashes are given as known, but there are only {chunks} full chunks")
         if known and (type(known[-1]) is not bytes or len(known[-1]) != HASH_BYTES):
             raise CallerError(f"a known chunk hash must be {HASH_BYTES} bytes, not {known[-1]!r}")
         return list(known)
@@ -274,12 +275,18 @@ def _checked_extra(extra: Extra) -> Extra:
     return offset, length, bytes(content_id)
 
 
+def _require_row(tokens: Tokens) -> None:
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise CallerError(f"a token array must be one row of whole numbers, not {tokens.ndim}-d {tokens.dtype}")
+    elif isinstance(tokens, _NO_TOKENS) or not isinstance(tokens, Sequence | array):
+        raise CallerError(f"tokens must be a sequence of whole numbers, not {type(tokens).__name__}")
+
+
 def _token_bytes(tokens: Tokens, start: int, stop: int) -> memoryview:
     """Tokens [start, stop) as little-endian uint32, checked."""
     if isinstance(tokens, np.ndarray):
         return _array_bytes(tokens, start, stop)
-    if isinstance(tokens, str | bytes | bytearray | memoryview):
-        raise CallerError(f"tokens must be a sequence of whole numbers, not {type(tokens).__name__}")
     part = (tokens if isinstance(tokens, list) else list(tokens))[start:stop]
     packed = array("I")
     assert packed.itemsize == 4
@@ -309,13 +316,11 @@ def _bad_token(part: Iterable[object], start: int) -> CallerError:
     return CallerError("tokens must be whole numbers in [0, 2**32)")
 
 
-def _array_bytes(tokens: npt.NDArray[np.generic], start: int, stop: int) -> memoryview:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise CallerError(f"a token array must be one row of whole numbers, not {tokens.ndim}-d {tokens.dtype}")
+def _array_bytes(tokens: npt.NDArray[np.integer], start: int, stop: int) -> memoryview:
     part = tokens[start:stop]
-    if tokens.dtype != np.uint32 and len(part) and not (0 <= int(part.min()) and int(part.max()) < TOKEN_LIMIT):
+    if tokens.dtype != np.uint32 and len(part) and (int(part.min()) < 0 or int(part.max()) >= TOKEN_LIMIT):
         raise _bad_token(part.tolist(), start)
-    return memoryview(np.ascontiguousarray(part, dtype="<u4")).cast("B")
+    return np.ascontiguousarray(part, dtype="<u4").data.cast("B")
 
 
 def object_keys(
@@ -324,9 +329,11 @@ def object_keys(
     """The keys of many chunks of one row, in order."""
     assert kv_rank >= 0
     assert object_group_id >= 0
-    # _make over zip builds a key without a Python frame: a hundred thousand take some 20 ms
-    fields = zip(hashes, repeat(model_name), repeat(kv_rank), repeat(object_group_id), repeat(cache_salt))
-    return list(map(ObjectKey._make, fields))
+    # tuple.__new__ runs without a Python frame per key: a third cheaper than calling the class
+    make: Callable[[tuple[bytes, str, int, int, str]], ObjectKey] = partial(tuple.__new__, ObjectKey)
+    return list(
+        map(make, zip(hashes, repeat(model_name), repeat(kv_rank), repeat(object_group_id), repeat(cache_salt)))
+    )
 
 
 def encode_key(key: ObjectKey) -> bytes:
@@ -374,11 +381,11 @@ def decode_key(data: bytes | bytearray | memoryview) -> ObjectKey:
 def key_text(key: ObjectKey) -> str:
     """A name for stores: digest of the whole key, then a hint for people. Letters, digits, '-' and '_' only.
 
-    At most KEY_TEXT_CHARS_MAX characters, never empty, no dot, equal for equal keys; lower and upper case matter only in
-    the hint, so it is safe on file systems that fold case.
+    At most KEY_TEXT_CHARS_MAX characters, begins with a hexadecimal digit, holds no dot (so a store may add a suffix of
+    its own), equal for equal keys. Upper case occurs only in the hint: file systems that fold case do no harm.
     """
     digest = blake3(encode_key(key), derive_key_context="kvcore key text v1").hexdigest()
-    hint = _UNSAFE.sub("_", key.model_name[-_HINT_CHARS_MAX:])
+    hint = _UNSAFE.sub("_", key.model_name[-_HINT_CHARS_MAX:]).strip("_") or "model"
     text = f"{digest}-r{key.kv_rank}-g{key.object_group_id}-{hint}"
     assert len(text) <= KEY_TEXT_CHARS_MAX
     return text

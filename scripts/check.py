@@ -1,7 +1,7 @@
 """`make check`: formatter, linter, types, import contracts, dead code. Stops at nothing, fails if any failed.
 
-The outer folders install as parts of the package (`sim` as `kvcore.sim`). Type checkers and import-linter look at the tree,
-so a git-ignored farm of links (`.types/kvcore/...`) gives them the layout that users import.
+The outer folders install as parts of the package (`sim` as `kvcore.sim`). Type checkers and import-linter look at the
+tree, so a git-ignored farm of links (`.types/kvcore/...`) gives them the layout that users import.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def link_farm() -> None:
             link.symlink_to(os.path.relpath(target, package))
 
 
-def run(name: str, *command: str, cwd: Path = ROOT, **env: str) -> bool:
-    """Run one tool; print its name, verdict and time."""
+def run(name: str, command: str, *arguments: str, cwd: Path = ROOT, **env: str) -> bool:
+    """Run one tool of this environment; print its name, verdict and time."""
     start = time.monotonic()
-    result = subprocess.run([sys.executable, "-m", *command], cwd=cwd, env={**os.environ, **env}, check=False)
+    tool = Path(sys.executable).parent / command
+    result = subprocess.run([tool, *arguments], cwd=cwd, env={**os.environ, **env}, check=False)
     verdict = "ok" if result.returncode == 0 else "FAILED"
     print(f"{name:<24}{verdict:<8}{time.monotonic() - start:6.1f} s", flush=True)
     return result.returncode == 0
@@ -43,13 +44,11 @@ def run(name: str, *command: str, cwd: Path = ROOT, **env: str) -> bool:
 
 def main() -> int:
     link_farm()
-    scripts = str(Path(sys.executable).parent)
-    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
     ok = [
         run("ruff format", "ruff", "format", "--check", "-q", "."),
         run("ruff", "ruff", "check", "-q", "."),
         run("mypy --strict", "mypy", "--strict", "-p", "kvcore", cwd=FARM, MYPYPATH=str(FARM)),
-        run("import contracts", "importlinter.cli", cwd=FARM, PYTHONPATH=str(FARM), PATH=path),
+        run("import contracts", "lint-imports", PYTHONPATH=str(FARM)),
         run("dead code", "vulture"),
     ]
     return 0 if all(ok) else 1

@@ -142,7 +142,7 @@ class SchedulerConnector:
     def after_alloc(self, request: RequestView, blocks: BlockTable, external_tokens: int) -> None:
         """Take up the promise, or let it go."""
         tracker = self._trackers[request.request_id]
-        if tracker.phase is Phase.LOADING:
+        if tracker.phase in (Phase.LOADING, Phase.RUNNING):
             assert external_tokens == 0, "one load per generation"
             return
         length = self._layout.best(tracker.lengths)
@@ -264,6 +264,10 @@ class SchedulerConnector:
         return tracker.stores_planned
 
     # ------------------------------------------------------------------ helpers
+
+    def tracker(self, request_id: str) -> RequestTracker | None:
+        """What is remembered of a request, to look at."""
+        return self._trackers.get(request_id)
 
     def _tracker(self, request: RequestView) -> RequestTracker:
         tracker = self._trackers.get(request.request_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.envelope import Defect
 
@@ -34,6 +35,10 @@ class Scan:
     temporary_files_removed: int = 0
 
 
+class LeftoverError(StoreError):
+    """A write failed and could not clean up: part of the record may be left. Raised `from` the first error."""
+
+
 class Backend(Protocol):
     """See the module text. Errors are `OSError`s; expected defects of a record are values."""
 
@@ -46,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def write(self, key: ObjectKey, payload: memoryview) -> None:
-        """Put the record there as a whole or not at all."""
+        """Put the record there as a whole or not at all. LeftoverError: not even that; `delete` cleans up."""
         ...
 
     def read(self, key: ObjectKey, into: memoryview) -> Defect | None:

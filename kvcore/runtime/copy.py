@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-Each stream name gets one thread and one FIFO queue, created at its first use; the compute stream is one of them. What is
-queued is a `_Job`: a copy batch or a piece of compute work. States of a job:
+Each stream name gets one thread and one FIFO queue, created at its first use; the compute stream is one of them. What
+is queued is a `_Job`: a copy batch or a piece of compute work. States of a job:
 
     queued --all `after` events done, it is the head of its stream--> begun --last byte moved or failed--> done
     queued --cancel, or close of the engine--> done, with an error
@@ -24,8 +24,8 @@ compute work has nobody who must look at it, so it also goes to the loop's excep
 `close` cancels what has not begun and delivers nothing more; a running copy finishes its batch in its daemon thread,
 and its ticket's `done` tells when. Nothing waits for it.
 
-Rejected: one pool of threads (streams would not be FIFO); completing tickets on the loop thread (the loop could be late,
-and a fence that reads `done` would wait for bytes that have long stopped moving).
+Rejected: one pool of threads (streams would not be FIFO); completing tickets on the loop thread (the loop could be
+late, and a fence that reads `done` would wait for bytes that have long stopped moving).
 
 Who holds, announces, frees: buffers stay the submitter's, and the job keeps them referenced until it is done;
 the stream thread announces done; the submitter may reuse the buffers from then on.
@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import CallerError
+from kvcore.errors import CallerError, KvcoreError
 from kvcore.ports import Copy, DeviceEvent
 from kvcore.runtime.confined import LoopConfined
 from kvcore.runtime.notice import EventfdNotice
@@ -53,8 +53,8 @@ Array = npt.NDArray[Any]
 COMPUTE_STREAM = "compute"
 
 
-class CopyCancelled(Exception):  # noqa: N818 - an outcome that was asked for, like asyncio.CancelledError
-    """The error of a ticket that was cancelled before it had begun."""
+class CopyCancelled(KvcoreError):
+    """The error of a ticket that was cancelled before it had begun: an outcome, nobody's mistake."""
 
 
 def matched_arrays(copy: Copy) -> tuple[Array, Array]:
@@ -118,9 +118,7 @@ class _Job:
         with self._lock:
             if self._begun or self._done:
                 return False
-            self._done, self._error = True, CopyCancelled("cancelled before it had begun")
-            self._parts = ()
-        self._announce()
+            self._complete(CopyCancelled("cancelled before it had begun"))
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -133,19 +131,21 @@ class _Job:
         self.on_done(lambda: None if future.done() else future.set_result(None))
         await future
 
-    # ---- below: called by the engine and its stream threads
+    # ---- below: called by the engine and its stream threads. Callbacks run under the job's lock, which keeps them in
+    # ---- the order of their registration; they only post, or open the gate of a job that was submitted later.
 
     def _when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._done:
+            if self._done:
+                callback()
+            else:
                 self._callbacks.append(callback)
-                return
-        callback()
 
     def _shut_gate(self, events: Sequence[_Job]) -> None:
         """The stream may pass when all `events` are done. The extra one keeps the gate shut while we are counting."""
         self._gates_shut = len(events) + 1
         for event in events:
+            assert event is not self
             event._when_done(self._one_event_done)
         self._one_event_done()
 
@@ -162,21 +162,19 @@ class _Job:
         with self._lock:
             if self._done:  # cancelled
                 return
-            assert not self._begun, "a job can be the head of its stream only once"
+            assert not self._begun, "a job is the head of its stream only once"
             self._begun = True
         error = _run_parts(self._parts)
         with self._lock:
             assert not self._done, "cancel must not win after the job has begun"
-            self._error = error  # before `done`: who sees done may read the error
-            self._done = True
-            self._parts = ()
-        self._announce()
+            self._complete(error)
 
-    def _announce(self) -> None:
-        assert self._done
+    def _complete(self, error: BaseException | None) -> None:
+        self._error = error  # before `done`: who sees done may read the error
+        self._done = True
+        self._parts = ()
         self._gate.set()
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
+        callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 

@@ -1,0 +1,511 @@
+"""`IndexedAdapter`: the L2 contract over any blocking `Backend`.
+
+Theory of operation
+-------------------
+The adapter owns its store alone (the backend's `open` makes sure of it), so the index in memory (`kvcore.l2.index`)
+is the truth about what is there, and locks are STRONG. All bookkeeping happens on the loop thread, in plain
+calls that run to completion; only bytes move in the executor, as plain values (`kvcore.l2.work`).
+
+Lookup. Answered from the index at submit, no I/O: present keys get a lock each, a key that occurs twice in the batch
+two. The result can be taken at once; the notice follows through the loop as for everything else.
+
+Store, per key:
+ 1. an intact record of the same length is there: PRESENT, no I/O;
+ 2. it is being written or deleted: wait. After a good write look again (which answers PRESENT), after a failed one
+    share its answer, after a deletion start at 1. So one name never has two writers;
+ 3. a record of another length, or one whose deletion has failed, is there: if it is locked or being loaded RETRY,
+    otherwise replace it;
+ 4. make room (FULL if the index says that none can be made: everything else is locked, loading or being written),
+    reserve it, and write.
+A batch is complete when each of its keys is answered. A key that occurs twice is STORED once and PRESENT once.
+
+Load, per key: 0 at once if the key is unknown or being written, or if the buffer is not as long as the payload
+(OTHER_SIZE, the record is dropped: it would be a "yes" that never loads). Otherwise the record cannot go while it
+is read. A key that occurs twice is read into both buffers. A load needs no lock, but without one the
+record may be evicted before the load is submitted.
+
+Defects. A bad record becomes invisible at once and is deleted when nobody holds or loads it any more. A newer record of
+the same key is never hit by that: while the old entry exists no new record can be written, and a deletion
+in flight makes stores of its key wait. An error of ours (no descriptors, no memory) keeps the record.
+
+Delete. Removes idle records; a locked or loading one becomes invisible and goes with its last unlock or load
+(its holders can still load it); one being written goes when it is written. A deletion that the store refuses leaves
+the record invisible and accounted, after a few tries; the next store of the key, need for room or `delete` tries again.
+
+Unknown outcomes. When a piece of work ends with an exception of its own (a timeout, a crash of its thread) nobody knows
+what it has done. A write is then answered FAILED, everything that may lie there stays accounted, and it is deleted
+to be sure. A read is a miss. A deletion is done again: it is idempotent.
+
+Unlock without a lock is counted and ignored. So is any unlock after `close`.
+
+Who holds, announces, frees
+---------------------------
+* Buffers: the caller's. Pieces of work hold views until they end. After `close` nothing is announced any more, and
+  running work may still touch buffers until `work_inflight` is 0.
+* "Done": the three notices, signalled on the loop after the result can be taken. Results belong to whoever takes them.
+* Index entries: the index; records on the medium: the backend. `close` gives the backend back once running work ends.
+* The executor is the caller's, may be shared, and is closed after the adapter.
+
+Rejected: asking the store at each lookup (a round trip to learn what we know, and a lock that is none); one piece of
+work per batch (its slowest key would hold back all); futures (a result nobody awaits would be lost with its locks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+from kvcore.errors import CallerError, StoreError
+from kvcore.keys import ObjectKey
+from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.backend import Backend
+from kvcore.l2.envelope import Defect
+from kvcore.l2.index import Entry, Index, State
+from kvcore.l2.statistics import L2Counts, L2Statistics
+from kvcore.l2.work import Loaded, WriteOrder, Written, delete_all, read_all, slices, write_all
+from kvcore.ports import Executor, Notice, Outcome
+from kvcore.quota import Quota
+
+T = TypeVar("T")
+
+_DELETE_TRIES = 3
+
+STRONG = LockStrength(LockKind.STRONG)
+
+_BROKEN_OFF = Written(StoreAnswer.FAILED, 0, StoreError("the work broke off"), unknown=True)
+_NOT_LOADED = Loaded(error=StoreError("the work broke off"))
+
+
+@dataclass(slots=True, eq=False)
+class _StoreTask:
+    task: TaskId
+    answers: list[StoreAnswer | None]
+    unanswered: int
+
+
+@dataclass(slots=True, eq=False)
+class _LoadTask:
+    task: TaskId
+    unanswered: int
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreItem:
+    """One key of one store batch."""
+
+    batch: _StoreTask
+    position: int
+    key: ObjectKey
+    payload: memoryview
+    record_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    item: _StoreItem
+    entry: Entry
+    victims: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    batch: _LoadTask
+    position: int
+    entry: Entry
+    into: memoryview
+
+
+class IndexedAdapter:
+    """`kvcore.l2.adapter.L2Adapter` over `backend`. Opens the backend: blocking, meant for start-up.
+
+    `capacity_bytes` counts whole records (envelope and payload). Raises ConfigError when the backend refuses.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        executor: Executor,
+        notices: Callable[[], Notice],
+        capacity_bytes: int | None,
+        lock_strength: LockStrength = STRONG,
+        quota: Quota | None = None,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise CallerError(f"the capacity of {name} cannot be {capacity_bytes} bytes")
+        self.name = name
+        self.lock_strength = lock_strength
+        self._backend = backend
+        self._executor = executor
+        self._index = Index(capacity_bytes, quota)
+        self._counts = L2Counts()
+        self._tasks = count(1)
+        self._stores_done: dict[TaskId, list[StoreAnswer]] = {}
+        self._lookups_done: dict[TaskId, int] = {}
+        self._loads_done: dict[TaskId, int] = {}
+        self._work_inflight = 0
+        self._closed = False
+        self._recover()
+        self.store_notice = notices()
+        self.lookup_notice = notices()
+        self.load_notice = notices()
+
+    # --- lookup and locks --------------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock(self, keys: Sequence[ObjectKey]) -> TaskId:
+        task = self._begin_task()
+        bits = 0
+        for position, key in enumerate(keys):
+            entry = self._index.visible(key)
+            if entry is not None:
+                self._index.lock(entry)
+                bits |= 1 << position
+        self._counts.lookups += len(keys)
+        self._counts.lookup_hits += bits.bit_count()
+        self._lookups_done[task] = bits
+        self.lookup_notice.signal()
+        return task
+
+    def take_lookup(self, task: TaskId) -> int | None:
+        return self._lookups_done.pop(task, None)
+
+    def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
+        if self._closed:
+            return
+        gone: list[Entry] = []
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or entry.locks == 0:
+                self._counts.unlocks_unmatched += 1
+            elif self._index.unlock(entry):
+                self._retire(entry, gone)
+        self._launch_deletes(gone)
+
+    # --- store -------------------------------------------------------------------------------------------------
+
+    def submit_store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
+        views = _views(keys, buffers, writable=False)
+        sizes = [self._backend.record_bytes(key, len(view)) for key, view in zip(keys, views)]
+        batch = _StoreTask(self._begin_task(), [None] * len(keys), len(keys))
+        writes: list[_Write] = []
+        for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
+            self._store(_StoreItem(batch, position, key, view, size), writes)
+        if not keys:
+            self._complete_store(batch)
+        self._launch_writes(writes)
+        return batch.task
+
+    def pop_completed_stores(self) -> dict[TaskId, list[StoreAnswer]]:
+        done, self._stores_done = self._stores_done, {}
+        return done
+
+    def _store(self, item: _StoreItem, writes: list[_Write]) -> None:
+        """Steps 1 to 4 of the module text; appends to `writes` what has to be written."""
+        entry = self._index.get(item.key)
+        if entry is None:
+            self._admit(item, writes)
+        elif entry.state in (State.WRITING, State.DELETING):
+            entry.waiting.append(item)
+        elif entry.state is State.PRESENT and entry.payload_bytes == len(item.payload):
+            self._index.touch(entry)
+            self._answer(item, StoreAnswer.PRESENT)
+        elif entry.idle:
+            self._admit(item, writes)
+        else:
+            self._answer(item, StoreAnswer.RETRY)
+
+    def _admit(self, item: _StoreItem, writes: list[_Write]) -> None:
+        old = self._index.visible(item.key)
+        admission = self._index.admit(item.key, len(item.payload), item.record_bytes)
+        if admission is None:
+            self._answer(item, StoreAnswer.FULL)
+            return
+        self._counts.defects[Defect.OTHER_SIZE] += old is not None
+        writes.append(_Write(item, admission.entry, admission.victims))
+
+    def _launch_writes(self, writes: list[_Write]) -> None:
+        for piece, piece_bytes in slices(writes, [len(write.item.payload) for write in writes]):
+            orders = [
+                WriteOrder(write.item.key, write.item.payload, tuple(victim.key for victim in write.victims))
+                for write in piece
+            ]
+            self._submit(partial(write_all, self._backend, orders), partial(self._writes_ended, piece), piece_bytes)
+
+    def _writes_ended(self, piece: list[_Write], results: list[Written] | None) -> None:
+        more: list[_Write] = []
+        gone: list[Entry] = []
+        for position, write in enumerate(piece):
+            result = _BROKEN_OFF if results is None else results[position]
+            self._settle_write(write, result, gone)
+            self._answer(write.item, result.answer)
+            self._wake(write.entry, result.answer, more)
+            for victim in write.victims:
+                self._restart(victim, more)
+        self._launch_writes(more)
+        self._launch_deletes(gone)
+
+    def _settle_write(self, write: _Write, result: Written, gone: list[Entry]) -> None:
+        """Bring the index up to date with what the work has done, victims first."""
+        self._counts.io_errors += result.error is not None
+        for victim in write.victims[: result.victims_deleted]:
+            self._count_removal(victim)
+            self._index.deleted(victim, write.entry)
+        kept = write.victims[result.victims_deleted :]
+        if result.answer is StoreAnswer.STORED:
+            assert not kept
+            self._counts.bytes_in += len(write.item.payload)
+            if self._index.written(write.entry):
+                self._retire(write.entry, gone)
+        elif result.unknown:
+            for entry in self._index.perhaps_written(write.entry, kept):
+                self._retire(entry, gone)
+        else:
+            self._index.not_written(write.entry)
+            for victim in kept:
+                self._index.not_deleted(victim)
+
+    def _wake(self, entry: Entry, answer: StoreAnswer, more: list[_Write]) -> None:
+        """Stores that waited for this work: look again after success, share the answer of a failure."""
+        if answer is StoreAnswer.STORED:
+            self._restart(entry, more)
+            return
+        waiting, entry.waiting = entry.waiting, []
+        for item in waiting:
+            self._answer(item, answer)
+
+    def _restart(self, entry: Entry, more: list[_Write]) -> None:
+        waiting, entry.waiting = entry.waiting, []
+        for item in waiting:
+            self._store(item, more)
+
+    def _answer(self, item: _StoreItem, answer: StoreAnswer) -> None:
+        batch = item.batch
+        assert batch.answers[item.position] is None, "each key of a batch is answered once"
+        batch.answers[item.position] = answer
+        batch.unanswered -= 1
+        self._counts.answers[answer] += 1
+        if batch.unanswered == 0:
+            self._complete_store(batch)
+
+    def _complete_store(self, batch: _StoreTask) -> None:
+        answers = [answer for answer in batch.answers if answer is not None]
+        assert len(answers) == len(batch.answers)
+        self._stores_done[batch.task] = answers
+        self.store_notice.signal()
+
+    # --- load --------------------------------------------------------------------------------------------------
+
+    def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
+        views = _views(keys, buffers, writable=True)
+        batch = _LoadTask(self._begin_task(), 0)
+        gone: list[Entry] = []
+        reads: list[_Read] = []
+        for position, (key, view) in enumerate(zip(keys, views)):
+            entry = self._loadable(key, view, gone)
+            if entry is not None:
+                self._index.begin_load(entry)
+                reads.append(_Read(batch, position, entry, view))
+        self._counts.loads += len(keys)
+        batch.unanswered = len(reads)
+        if not reads:
+            self._complete_load(batch)
+        self._launch_reads(reads)
+        self._launch_deletes(gone)
+        return batch.task
+
+    def take_load(self, task: TaskId) -> int | None:
+        return self._loads_done.pop(task, None)
+
+    def _loadable(self, key: ObjectKey, into: memoryview, gone: list[Entry]) -> Entry | None:
+        entry = self._index.get(key)
+        if entry is None or entry.state in (State.WRITING, State.DELETING) or entry.broken:
+            return None
+        if entry.payload_bytes == len(into):
+            # A doomed record that is idle is one whose deletion failed: it may be half gone.
+            return entry if entry.state is State.PRESENT or not entry.idle else None
+        if entry.state is State.PRESENT:
+            self._counts.defects[Defect.OTHER_SIZE] += 1
+            self._doom(entry, gone)
+        return None
+
+    def _launch_reads(self, reads: list[_Read]) -> None:
+        for piece, piece_bytes in slices(reads, [len(read.into) for read in reads]):
+            orders = [(read.entry.key, read.into) for read in piece]
+            self._submit(partial(read_all, self._backend, orders), partial(self._reads_ended, piece), piece_bytes)
+
+    def _reads_ended(self, piece: list[_Read], results: list[Loaded] | None) -> None:
+        gone: list[Entry] = []
+        for position, read in enumerate(piece):
+            result = _NOT_LOADED if results is None else results[position]
+            self._settle_read(read, result, gone)
+            read.batch.unanswered -= 1
+            if read.batch.unanswered == 0:
+                self._complete_load(read.batch)
+        self._launch_deletes(gone)
+
+    def _settle_read(self, read: _Read, result: Loaded, gone: list[Entry]) -> None:
+        entry = read.entry
+        self._counts.io_errors += result.error is not None
+        if result.ok:
+            read.batch.bits |= 1 << read.position
+            self._counts.load_hits += 1
+            self._counts.bytes_out += len(read.into)
+        if self._index.end_load(entry):
+            self._retire(entry, gone)
+        if result.defect is not None and not entry.broken:
+            entry.broken = True
+            self._counts.defects[result.defect] += 1
+            self._doom(entry, gone)
+
+    def _complete_load(self, batch: _LoadTask) -> None:
+        self._loads_done[batch.task] = batch.bits
+        self.load_notice.signal()
+
+    # --- delete ------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[ObjectKey]) -> None:
+        self._check_open()
+        gone: list[Entry] = []
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is None or entry.state is State.DELETING:
+                continue
+            if entry.state is State.WRITING:
+                entry.doom_when_written = True
+            else:
+                self._doom(entry, gone)
+        self._launch_deletes(gone)
+
+    def _doom(self, entry: Entry, gone: list[Entry]) -> None:
+        if entry.state is not State.DELETING and self._index.doom(entry):
+            self._retire(entry, gone)
+
+    def _retire(self, entry: Entry, gone: list[Entry]) -> None:
+        """Its deletion begins now; the work is launched by the end of this call into the adapter."""
+        self._index.begin_delete(entry)
+        gone.append(entry)
+
+    def _launch_deletes(self, gone: list[Entry]) -> None:
+        for piece, _ in slices(gone, [0] * len(gone)):
+            keys = [entry.key for entry in piece]
+            self._submit(partial(delete_all, self._backend, keys), partial(self._deletes_ended, piece), 0)
+
+    def _deletes_ended(self, piece: list[Entry], errors: list[Exception | None] | None) -> None:
+        more: list[_Write] = []
+        again: list[Entry] = []
+        for position, entry in enumerate(piece):
+            if errors is not None and errors[position] is None:
+                self._count_removal(entry)
+                self._index.deleted(entry)
+            elif self._not_deleted(entry, again):
+                continue  # stores of its key go on waiting
+            self._restart(entry, more)
+        self._launch_writes(more)
+        self._launch_deletes(again)
+
+    def _not_deleted(self, entry: Entry, again: list[Entry]) -> bool:
+        """Try again at once a few times (True), then leave it to the next need."""
+        self._counts.io_errors += 1
+        self._index.not_deleted(entry)
+        entry.deletions_failed += 1
+        if entry.deletions_failed % _DELETE_TRIES == 0:
+            return False
+        self._retire(entry, again)
+        return True
+
+    # --- the rest ----------------------------------------------------------------------------------------------
+
+    @property
+    def work_inflight(self) -> int:
+        """Pieces of blocking work that have not ended. Until it is 0 buffers may be touched, also after `close`."""
+        return self._work_inflight
+
+    def usage(self) -> L2Usage:
+        index = self._index
+        return L2Usage(index.bytes_used, index.capacity_bytes, index.objects, index.locked)
+
+    def keys(self) -> list[ObjectKey]:
+        return self._index.keys()
+
+    def statistics(self) -> L2Statistics:
+        return self._counts.snapshot(
+            objects=self._index.objects,
+            locked=self._index.locked,
+            bytes_used=self._index.bytes_used,
+            bytes_reserved=self._index.bytes_reserved,
+            bytes_capacity=self._index.capacity_bytes,
+            work_inflight=self._work_inflight,
+        )
+
+    def check(self) -> None:
+        """Assert the index's invariants by a full walk (tests and oracles)."""
+        self._index.check()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for notice in (self.store_notice, self.lookup_notice, self.load_notice):
+            notice.close()
+        self._stores_done.clear()
+        self._lookups_done.clear()
+        self._loads_done.clear()
+        self._backend.close()
+
+    def _begin_task(self) -> TaskId:
+        self._check_open()
+        return TaskId(next(self._tasks))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallerError(f"the L2 adapter {self.name} is closed")
+
+    def _submit(self, work: Callable[[], list[T]], ended: Callable[[list[T] | None], None], cost_bytes: int) -> None:
+        self._work_inflight += 1
+        try:
+            self._executor.submit(work, partial(self._ended, ended), cost_bytes)
+        except CallerError as error:  # the executor was closed under us
+            self._ended(ended, Outcome(None, error))
+
+    def _ended(self, ended: Callable[[list[T] | None], None], outcome: Outcome[list[T]]) -> None:
+        self._work_inflight -= 1
+        assert self._work_inflight >= 0
+        if not self._closed:
+            ended(outcome.value if outcome.ok else None)
+
+    def _count_removal(self, entry: Entry) -> None:
+        if entry.evicted:
+            self._counts.evictions += 1
+            self._counts.bytes_evicted += entry.record_bytes
+        else:
+            self._counts.deletes += 1
+
+    def _recover(self) -> None:
+        """Take over what the backend's scan has found, and shrink it to the capacity. Blocking, at start."""
+        scan = self._backend.open()
+        for record in scan.records:
+            self._index.adopt(record.key, record.payload_bytes, record.record_bytes)
+        self._counts.recovered = len(scan.records)
+        self._counts.defects.update(scan.defects)
+        self._counts.temporary_files_removed = scan.temporary_files_removed
+        for victim in self._index.surplus():
+            self._backend.delete(victim.key)
+            self._count_removal(victim)
+            self._index.deleted(victim)
+        self._index.check()
+
+
+def _views(keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
+    """The buffers as contiguous bytes; CallerError for anything that cannot be read or filled as such."""
+    if len(keys) != len(buffers):
+        raise CallerError(f"{len(keys)} keys but {len(buffers)} buffers")
+    for buffer in buffers:
+        if not isinstance(buffer, memoryview) or not buffer.c_contiguous:
+            raise CallerError("buffers are contiguous memoryviews")
+        if writable and buffer.readonly:
+            raise CallerError("a buffer to load into must be writable")
+    return [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]

@@ -1,0 +1,122 @@
+"""Blocking work of an indexed adapter: what runs inside the executor, away from the loop.
+
+Every piece is a plain value in and a plain value out: keys, buffers and a backend, never an index entry. One
+piece may carry several keys (`slices`), so that small objects do not pay for a thread switch each; each
+key has its own result, and an error of one does not touch the others.
+
+A write first deletes its victims, in order, and gives up at the first that does not go: their room is what
+it was promised.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvcore.errors import StoreError
+from kvcore.keys import ObjectKey
+from kvcore.l2.adapter import StoreAnswer
+from kvcore.l2.backend import Backend, LeftoverError
+from kvcore.l2.envelope import Defect
+
+T = TypeVar("T")
+
+SLICE_BYTES = 4 * 1024 * 1024
+SLICE_KEYS = 32
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FOR_GOOD = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.ENOTDIR})
+_OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    key: ObjectKey
+    payload: memoryview
+    victims: tuple[ObjectKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    answer: StoreAnswer
+    victims_deleted: int
+    error: Exception | None = None
+    unknown: bool = False  # something of the record may be left; `Backend.delete` of the key removes it
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """`defect` and `error` both None: the buffer holds the payload. Only `error`: we failed, the record may be fine."""
+
+    defect: Defect | None = None
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.defect is None and self.error is None
+
+
+def write_all(backend: Backend, orders: Sequence[WriteOrder]) -> list[Written]:
+    return [_write(backend, order) for order in orders]
+
+
+def read_all(backend: Backend, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Loaded]:
+    return [_read(backend, key, into) for key, into in orders]
+
+
+def delete_all(backend: Backend, keys: Sequence[ObjectKey]) -> list[Exception | None]:
+    return [_delete(backend, key) for key in keys]
+
+
+def slices(orders: Sequence[T], sizes_bytes: Sequence[int]) -> Iterator[tuple[list[T], int]]:
+    """Cut a batch, in order, into pieces of about `SLICE_BYTES` and at most `SLICE_KEYS`: (orders, bytes)."""
+    assert len(orders) == len(sizes_bytes)
+    piece: list[T] = []
+    piece_bytes = 0
+    for order, size in zip(orders, sizes_bytes):
+        if piece and (piece_bytes + size > SLICE_BYTES or len(piece) == SLICE_KEYS):
+            yield piece, piece_bytes
+            piece, piece_bytes = [], 0
+        piece.append(order)
+        piece_bytes += size
+    if piece:
+        yield piece, piece_bytes
+
+
+def _write(backend: Backend, order: WriteOrder) -> Written:
+    deleted = 0
+    try:
+        for victim in order.victims:
+            backend.delete(victim)
+            deleted += 1
+        backend.write(order.key, order.payload)
+    except Exception as error:  # also a bug in a backend must not lose the other keys' results
+        unknown = isinstance(error, LeftoverError) or not isinstance(error, OSError | StoreError)
+        return Written(_answer_of(error), deleted, error, unknown)
+    return Written(StoreAnswer.STORED, deleted)
+
+
+def _read(backend: Backend, key: ObjectKey, into: memoryview) -> Loaded:
+    try:
+        return Loaded(backend.read(key, into))
+    except Exception as error:
+        ours = not isinstance(error, OSError) or error.errno in _OUR_SHORTAGE
+        return Loaded(None if ours else Defect.UNREADABLE, error)
+
+
+def _delete(backend: Backend, key: ObjectKey) -> Exception | None:
+    try:
+        backend.delete(key)
+    except Exception as error:
+        return error
+    return None
+
+
+def _answer_of(error: Exception) -> StoreAnswer:
+    cause = error.__cause__ if isinstance(error, LeftoverError) else error
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in _FULL:
+        return StoreAnswer.FULL
+    return StoreAnswer.FAILED if number in _FOR_GOOD else StoreAnswer.RETRY

@@ -1,0 +1,72 @@
+"""A private event loop in its own daemon thread, for synchronous callers.
+
+Who holds: the object that started it; the thread ends when that object calls `stop`, and does not keep the process from
+ending. `call` hands a coroutine over and waits for its result; if the waiting is interrupted, the coroutine is
+cancelled, so that its own `finally` gives back what it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvcore.errors import CallerError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs from construction until `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopped = False
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop, return or raise what it does. Never from the loop's own thread: it would wait for
+        itself."""
+        if self._stopped or threading.current_thread() is self._thread:
+            work.close()
+            raise CallerError("this loop has been stopped" if self._stopped else "call() from the loop's own thread")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop and the thread; False if the thread has not ended in time. A second call changes nothing."""
+        if not self._stopped:
+            self._stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._end_tasks()
+            self._loop.close()
+
+    def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())

@@ -1,0 +1,520 @@
+"""`CacheServer`: one request in, one reply out, at once. Synchronous; only `attach` knows a loop.
+
+Theory of operation
+-------------------
+`handle(peer, payload)` always returns a reply and never raises:
+
+1. Frame: over the size limit, no header, another protocol version, a body that does not decode - an error reply with
+   the request id if one could be read, counted by code, nothing else happens.
+2. HELLO compares the two sides' identity (hashing, namespace, layout, chunk size, placement). A difference is refused
+   with both values in the text, because two sides that hash differently would share a cache that never hits, and two
+   that lay bytes out differently would load garbage.
+3. Anything else must name this server's incarnation and a connection that has shaken hands, with a request id higher
+   than any before: each request is executed at most once (`peers.py`).
+4. The operation runs to its end. Nothing in it waits: LOOKUP registers a job and is acknowledged; QUERY looks at it.
+5. A `CallerError` from below is the peer's mistake: INVALID. Any other exception is our own bug: INTERNAL to the peer,
+   and handed to `on_bug` (which logs; a test or a simulation fails there).
+
+Sessions die by idleness: `expire(now_ns)` ends those; `attach` calls it from a timer that runs only while there are
+sessions. Reaping of silent workers is not done here; `worker_died` is for a death that has been proven.
+
+Who holds: sessions hold leases through their owner, workers hold memory through their holder, both in L1. Who
+announces: the messages of `protocol.py`. Who frees: `session.py` on one path, `workers.py` on one path; nothing is
+freed here.
+Rejected: pushing results to clients (a push can be lost; an idempotent QUERY cannot be misread); an asynchronous
+handler (a request that waits holds things while others wait for those); letting exceptions reach the transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvcore.answers import Answer
+from kvcore.errors import CallerError, ConfigError
+from kvcore.groups import CacheLayout
+from kvcore.keys import ObjectKey
+from kvcore.leases import Owner
+from kvcore.placement import Placement
+from kvcore.ports import Clock, ServerTransport
+from kvcore.service import protocol as wire
+from kvcore.service.peers import ConnectionTable
+from kvcore.service.protocol import Error, ErrorCode, Header, Identity, Message, Reply, ServerLimits
+from kvcore.service.workers import WorkerDesk, WorkerStorage
+from kvcore.session import Job, LookupName, SessionTable, VerdictKind
+
+_NS_PER_MS = 1_000_000
+_NS_PER_S = 1_000_000_000
+_log = logging.getLogger("kvcore.server")
+
+
+class ServerStorage(WorkerStorage, Protocol):
+    """What the server needs of `Storage`."""
+
+    def start_lookup(
+        self,
+        owner: Owner,
+        hashes: Sequence[bytes],
+        *,
+        salt: str,
+        prompt_tokens: int,
+        masks: Sequence[int],
+        skip_chunks: int,
+        deadline_ns: int,
+    ) -> Job: ...
+
+    def release_owner(self, owner: Owner) -> int: ...
+
+    def drop_l1(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """`segment` names the arena for the workers; `store_lease_ns` bounds the time between STORE and COMMIT."""
+
+    segment: str = ""
+    session_idle_ns: int = 600 * _NS_PER_S
+    store_lease_ns: int = 120 * _NS_PER_S
+
+    def __post_init__(self) -> None:
+        if self.session_idle_ns <= 0 or self.store_lease_ns <= 0:
+            raise ConfigError("session_idle_ns and store_lease_ns must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """`requests` counts every frame once; `errors` those answered with that code; the rest was carried out."""
+
+    incarnation: int
+    requests: int
+    requests_by_operation: dict[str, int]
+    errors: dict[str, int]
+    bytes_in: int
+    bytes_out: int
+    connections: int
+    sessions: int
+    sessions_opened: int  # generations begun
+    sessions_expired: int
+    sessions_ended: int
+    lookups_open: int
+    workers: int
+    stores_open: int
+    reads_open: int
+
+
+class _RefusedError(Exception):
+    """A request that is answered with an error; arguments: code, text."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+        self.text = text
+
+
+class CacheServer:
+    """See the module text. `index` is this server's position in the placement."""
+
+    def __init__(
+        self,
+        storage: ServerStorage,
+        *,
+        layout: CacheLayout,
+        model_name: str,
+        identity: Identity,
+        placement: Placement,
+        clock: Clock,
+        index: int = 0,
+        config: ServerConfig | None = None,
+        limits: ServerLimits | None = None,
+        on_bug: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        if not 0 <= index < placement.servers:
+            raise ConfigError(f"server index {index} does not exist among {placement.servers} servers")
+        if identity.layout_fingerprint != layout.fingerprint or identity.servers != placement.servers:
+            raise ConfigError("the server's identity does not describe its own layout and placement")
+        self._storage = storage
+        self._layout = layout
+        self._model_name = model_name
+        self._identity = identity
+        self._placement = placement
+        self._clock = clock
+        self._index = index
+        self._config = config if config is not None else ServerConfig()
+        self._limits = limits if limits is not None else ServerLimits()
+        self._on_bug = on_bug
+        self._incarnation = 1 + (int(clock.token(8), 16) >> 1)
+        self._connections = ConnectionTable(self._limits.connections_max)
+        self._sessions = SessionTable(
+            idle_ns=self._config.session_idle_ns,
+            sessions_max=self._limits.sessions_max,
+            release_owner=storage.release_owner,
+        )
+        self._desk = WorkerDesk(
+            storage,
+            ranks=layout.ranks,
+            workers_max=self._limits.workers_max,
+            open_per_worker_max=self._limits.open_per_worker_max,
+        )
+        self._operations = self._table()
+        self._counts: Counter[str] = Counter()
+        self._by_operation: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._transport: ServerTransport | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def _table(self) -> dict[type[Message], Callable[[Header, Any], Reply]]:
+        return {
+            wire.Lookup: self._lookup,
+            wire.Query: self._query,
+            wire.Settle: self._settle,
+            wire.Release: self._release,
+            wire.EndSession: self._end_session,
+            wire.Register: self._register,
+            wire.Unregister: self._unregister,
+            wire.Ping: self._ping,
+            wire.Store: self._store,
+            wire.Commit: self._commit,
+            wire.Abort: self._abort,
+            wire.Retrieve: self._retrieve,
+            wire.LoadDone: self._load_done,
+            wire.Status: self._status,
+            wire.Clear: self._clear,
+        }
+
+    # --- what the owner calls --------------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        """A number of this life of the server; never 0."""
+        return self._incarnation
+
+    @property
+    def limits(self) -> ServerLimits:
+        return self._limits
+
+    def handle(self, peer: bytes, payload: bytes) -> bytes:
+        """Answer one frame. Never raises. `peer` is where the reply goes; nothing is decided by it."""
+        self._counts["requests"] += 1
+        self._counts["bytes_in"] += len(payload)
+        header = wire.read_header(payload)
+        reply = self._answer(header, payload)
+        if isinstance(reply, Error):
+            self._errors[reply.code.value] += 1
+        request_id, connection = (header.request_id, header.connection) if header is not None else (0, 0)
+        frame = wire.pack(Header(wire.PROTOCOL_VERSION, request_id, connection, self._incarnation), reply)
+        self._counts["bytes_out"] += len(frame)
+        self._schedule_expiry()
+        return frame
+
+    def expire(self, now_ns: int) -> int:
+        """End the sessions that have been idle too long; how many."""
+        return self._sessions.expire(now_ns)
+
+    def worker_died(self, worker: str) -> int:
+        """The worker's process is *proven* dead: its stores are aborted, its holds end. How many holds that freed."""
+        return self._desk.died(worker)
+
+    def attach(self, transport: ServerTransport) -> None:
+        """Serve a transport on the running loop until `detach`."""
+        if self._transport is not None:
+            raise CallerError("this server is attached to a transport already")
+        self._transport = transport
+        transport.receive(self._received)
+
+    def detach(self) -> None:
+        """Stop serving; the transport stays its owner's. A second call does nothing."""
+        self._transport = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def close(self) -> None:
+        """Detach, end all sessions. Open stores and reads stay: only their workers can end those."""
+        self.detach()
+        self._sessions.clear()
+
+    def statistics(self) -> ServerStatistics:
+        return ServerStatistics(
+            incarnation=self._incarnation,
+            requests=self._counts["requests"],
+            requests_by_operation=dict(self._by_operation),
+            errors=dict(self._errors),
+            bytes_in=self._counts["bytes_in"],
+            bytes_out=self._counts["bytes_out"],
+            connections=len(self._connections),
+            sessions=len(self._sessions),
+            sessions_opened=self._sessions.opened,
+            sessions_expired=self._sessions.expired,
+            sessions_ended=self._sessions.ended,
+            lookups_open=self._sessions.lookups_open,
+            workers=len(self._desk.workers),
+            stores_open=self._desk.stores_open,
+            reads_open=self._desk.reads_open,
+        )
+
+    # --- transport -------------------------------------------------------------------------------------------------
+
+    def _received(self, peer: bytes, payload: bytes) -> None:
+        reply = self.handle(peer, payload)
+        if self._transport is not None:
+            self._transport.send(peer, reply)
+
+    def _schedule_expiry(self) -> None:
+        """A timer for the session that dies first; none while there is no session."""
+        if self._transport is None or self._expiry is not None:
+            return
+        when_ns = self._sessions.next_expiry_ns()
+        if when_ns is not None:
+            delay_ns = max(0, when_ns - self._clock.now_ns())
+            self._expiry = asyncio.get_running_loop().call_later(delay_ns / _NS_PER_S, self._expiry_due)
+
+    def _expiry_due(self) -> None:
+        self._expiry = None
+        self.expire(self._clock.now_ns())
+        self._schedule_expiry()
+
+    # --- one request -----------------------------------------------------------------------------------------------
+
+    def _answer(self, header: Header | None, payload: bytes) -> Reply:
+        try:
+            request = self._decode(header, payload)
+            assert header is not None
+            self._by_operation[str(request.__struct_config__.tag)] += 1
+            return self._execute(header, request)
+        except _RefusedError as refused:
+            return Error(refused.code, refused.text)
+        except wire.UndecodableError as error:
+            return Error(error.code, error.text)
+        except CallerError as error:
+            return Error(ErrorCode.INVALID, str(error))
+        except Exception as error:
+            return self._bug(error)
+
+    def _bug(self, error: Exception) -> Error:
+        if self._on_bug is not None:
+            self._on_bug(error)
+        else:
+            _log.error("a request ended in our own bug", exc_info=error)
+        return Error(ErrorCode.INTERNAL, f"{type(error).__name__} in the server; this is a bug in kvcore")
+
+    def _decode(self, header: Header | None, payload: bytes) -> wire.Request:
+        if len(payload) > self._limits.frame_bytes_max:
+            limit = self._limits.frame_bytes_max
+            raise _RefusedError(ErrorCode.TOO_LARGE, f"a frame of {len(payload)} bytes; the limit is {limit}")
+        if header is None:
+            raise _RefusedError(ErrorCode.MALFORMED, "this is not a kvcore frame")
+        if header.version != wire.PROTOCOL_VERSION:
+            ours = wire.PROTOCOL_VERSION
+            raise _RefusedError(
+                ErrorCode.VERSION, f"protocol version: the server speaks {ours}, the client {header.version}"
+            )
+        return wire.read_request(payload)
+
+    def _execute(self, header: Header, request: wire.Request) -> Reply:
+        if isinstance(request, wire.Hello):
+            return self._hello(header, request)
+        if header.incarnation != self._incarnation:
+            raise _RefusedError(ErrorCode.STALE_INCARNATION, "this was meant for an earlier life of the server")
+        if not self._connections.known(header.connection):
+            raise _RefusedError(ErrorCode.HELLO_REQUIRED, "this connection has not shaken hands, or was forgotten")
+        if not self._connections.admit(header.connection, header.request_id):
+            raise _RefusedError(ErrorCode.DUPLICATE, f"request {header.request_id} or a later one has been executed")
+        return self._operations[type(request)](header, request)
+
+    def _hello(self, header: Header, request: wire.Hello) -> Reply:
+        difference = self._identity.difference(request.identity)
+        if not difference and request.server_index != self._index:
+            difference = f"server index: this is server {self._index}, the client expects {request.server_index}"
+        if difference:
+            raise _RefusedError(ErrorCode.MISMATCH, difference)
+        if header.request_id == 0:
+            raise _RefusedError(ErrorCode.INVALID, "request ids begin at 1")
+        self._connections.greet(header.connection, header.request_id)
+        return wire.Welcome(self._limits)
+
+    # --- sessions --------------------------------------------------------------------------------------------------
+
+    def _lookup(self, header: Header, request: wire.Lookup) -> Reply:
+        self._check_lookup(request)
+        now_ns = self._clock.now_ns()
+        session = self._sessions.prepare(request.session, request.base, request.base_hash, request.hashes, now_ns)
+        if session is None:
+            if request.base > 0:
+                raise _RefusedError(ErrorCode.BASE_MISMATCH, "these are not the hashes this session has; send all")
+            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.sessions_max} sessions are open")
+        hashes = tuple(session.hashes)
+        masks = self._placement.masks(self._layout, hashes, self._index)
+
+        def start(owner: Owner) -> Job:
+            return self._storage.start_lookup(
+                owner,
+                hashes,
+                salt=request.salt,
+                prompt_tokens=request.prompt_tokens,
+                masks=masks,
+                skip_chunks=request.skip_chunks,
+                deadline_ns=now_ns + request.timeout_ms * _NS_PER_MS,
+            )
+
+        name = LookupName(header.connection, request.generation, request.epoch)
+        self._sessions.open(session, name, request.salt, start)
+        return wire.Ack()
+
+    def _check_lookup(self, request: wire.Lookup) -> None:
+        limits = self._limits
+        self._check_name(request.session)
+        self._check_salt(request.salt)
+        chunks = request.base + len(request.hashes)
+        if chunks > limits.chunks_per_session_max:
+            raise _too_large("chunks of a session", chunks, limits.chunks_per_session_max)
+        if request.timeout_ms > limits.lookup_timeout_ms_max:
+            raise _too_large("timeout_ms", request.timeout_ms, limits.lookup_timeout_ms_max)
+        if chunks * self._layout.chunk_tokens > request.prompt_tokens:
+            raise CallerError(f"{chunks} chunks are more than a prompt of {request.prompt_tokens} tokens has")
+        if chunks == 0:
+            raise CallerError("a lookup names at least one chunk")
+        self._check_hashes(request.hashes)
+
+    def _query(self, header: Header, request: wire.Query) -> Reply:
+        name = LookupName(header.connection, request.generation, request.epoch)
+        verdict = self._sessions.verdict(request.session, name, self._clock.now_ns())
+        if verdict.kind is VerdictKind.READY:
+            return wire.Ready(wire.pack_bits(verdict.lengths))
+        if verdict.kind is VerdictKind.FAILED:
+            return wire.Failed(verdict.reason)
+        return wire.Pending() if verdict.kind is VerdictKind.PENDING else wire.Unknown()
+
+    def _settle(self, header: Header, request: wire.Settle) -> Reply:
+        name = LookupName(header.connection, request.generation, request.epoch)
+        if request.length > self._limits.chunks_per_session_max:
+            raise _too_large("length", request.length, self._limits.chunks_per_session_max)
+        done = self._sessions.settle(request.session, name, request.length, self._clock.now_ns())
+        return wire.Done() if done else wire.Unknown()
+
+    def _release(self, header: Header, request: wire.Release) -> Reply:
+        done = self._sessions.release(request.session, header.connection, request.epoch, self._clock.now_ns())
+        return wire.Done() if done else wire.Unknown()
+
+    def _end_session(self, header: Header, request: wire.EndSession) -> Reply:
+        done = self._sessions.end(request.session, header.connection, request.epoch)
+        return wire.Done() if done else wire.Unknown()
+
+    # --- workers ---------------------------------------------------------------------------------------------------
+
+    def _register(self, header: Header, request: wire.Register) -> Reply:
+        self._check_name(request.worker)
+        if not self._desk.register(request.worker, request.rank, self._clock.now_ns()):
+            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
+        return wire.Done()
+
+    def _unregister(self, header: Header, request: wire.Unregister) -> Reply:
+        self._check_worker(request.worker)
+        self._desk.leave(request.worker)
+        return wire.Done()
+
+    def _ping(self, header: Header, request: wire.Ping) -> Reply:
+        self._check_worker(request.worker)
+        return wire.Done()
+
+    def _store(self, header: Header, request: wire.Store) -> Reply:
+        self._check_worker(request.worker, request.rank)
+        self._check_name(request.tag)
+        self._check_salt(request.salt)
+        self._check_batch(request.cells)
+        self._check_hashes([chunk_hash for _, chunk_hash in request.cells])
+        keys = [self._key(chunk_hash, request.rank, group, request.salt) for group, chunk_hash in request.cells]
+        sizes = [self._layout.cell_bytes(group) for group, _ in request.cells]
+        deadline_ns = self._clock.now_ns() + self._config.store_lease_ns
+        stored = self._desk.store(request.worker, request.tag, keys, sizes, deadline_ns)
+        if stored is None:
+            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
+        return wire.Reserved(self._config.segment, *stored)
+
+    def _commit(self, header: Header, request: wire.Commit) -> Reply:
+        self._check_worker(request.worker)
+        done = self._check_bits(request.done)
+        return self._finished(self._desk.commit(request.worker, request.tag, done))
+
+    def _abort(self, header: Header, request: wire.Abort) -> Reply:
+        self._check_worker(request.worker)
+        return self._finished(self._desk.abort(request.worker, request.tag))
+
+    def _retrieve(self, header: Header, request: wire.Retrieve) -> Reply:
+        self._check_worker(request.worker, request.rank)
+        self._check_batch(request.cells)
+        found = self._sessions.owner_of(request.session, request.generation, self._clock.now_ns())
+        if found is None:
+            return wire.Granted(self._config.segment, [None] * len(request.cells))
+        session, owner = found
+        if any(index >= len(session.hashes) for _, index in request.cells):
+            raise CallerError(f"a chunk index lies outside the {len(session.hashes)} chunks of session")
+        keys = [self._key(session.hashes[index], request.rank, group, session.salt) for group, index in request.cells]
+        slots = self._desk.retrieve(request.worker, request.ticket, owner, keys)
+        if slots is None:
+            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
+        return wire.Granted(self._config.segment, slots)
+
+    def _load_done(self, header: Header, request: wire.LoadDone) -> Reply:
+        self._check_worker(request.worker)
+        done = self._check_bits(request.done)
+        return self._finished(self._desk.load_done(request.worker, request.ticket, done))
+
+    def _finished(self, answers: list[Answer] | None) -> Reply:
+        if answers is None:
+            raise _RefusedError(ErrorCode.UNKNOWN_TAG, "nothing is open under this tag or ticket")
+        return wire.Finished(answers)
+
+    def _key(self, chunk_hash: bytes, rank: int, group: int, salt: str) -> ObjectKey:
+        if group >= len(self._layout.groups):
+            raise CallerError(f"group {group} does not exist: the layout has {len(self._layout.groups)} groups")
+        return ObjectKey(chunk_hash, self._model_name, rank, group, salt)
+
+    # --- the operator ----------------------------------------------------------------------------------------------
+
+    def _status(self, header: Header, request: wire.Status) -> Reply:
+        statistics = self.statistics()
+        names = ("requests", "connections", "sessions", "lookups_open", "workers", "stores_open", "reads_open")
+        counters = {name: int(getattr(statistics, name)) for name in names}
+        counters.update({f"errors_{code}": count for code, count in statistics.errors.items()})
+        return wire.StatusReply(counters)
+
+    def _clear(self, header: Header, request: wire.Clear) -> Reply:
+        return wire.Cleared(self._storage.drop_l1())
+
+    # --- limits ----------------------------------------------------------------------------------------------------
+
+    def _check_worker(self, worker: str, rank: int | None = None) -> None:
+        if not self._desk.seen(worker, self._clock.now_ns()):
+            raise _RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
+        if rank is not None and rank != self._desk.rank_of(worker):
+            raise CallerError(f"worker {worker!r} is rank {self._desk.rank_of(worker)}, not {rank}")
+
+    def _check_name(self, name: str) -> None:
+        if len(name) > self._limits.name_chars_max:
+            raise _too_large("characters of a name", len(name), self._limits.name_chars_max)
+
+    def _check_salt(self, salt: str) -> None:
+        if len(salt) > self._limits.salt_chars_max:
+            raise _too_large("characters of a salt", len(salt), self._limits.salt_chars_max)
+
+    def _check_batch(self, cells: Sequence[object]) -> None:
+        if len(cells) > self._limits.batch_cells_max:
+            raise _too_large("cells of a batch", len(cells), self._limits.batch_cells_max)
+
+    def _check_bits(self, done: bytes) -> int:
+        if len(done) * 8 > self._limits.batch_cells_max + 7:
+            raise _too_large("bits of a batch", len(done) * 8, self._limits.batch_cells_max)
+        return wire.unpack_bits(done)
+
+    def _check_hashes(self, hashes: Sequence[bytes]) -> None:
+        longest = max(map(len, hashes), default=0)
+        if longest > self._limits.hash_bytes_max:
+            raise _too_large("bytes of a hash", longest, self._limits.hash_bytes_max)
+
+
+def _too_large(what: str, value: int, limit: int) -> _RefusedError:
+    return _RefusedError(ErrorCode.TOO_LARGE, f"{value} {what}; the limit is {limit}")

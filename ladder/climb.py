@@ -1,0 +1,104 @@
+"""Runs the cells of a climb, one after the other or in worker processes, and puts the results together.
+
+Bad input is found before the first cell starts: the trace is read, and every configuration is built once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import blake3
+
+from kvcore.errors import ConfigError
+from kvcore.ladder.configure import configure
+from kvcore.ladder.matrix import MatrixCell
+from kvcore.ladder.options import LadderOptions
+from kvcore.ladder.result import CellResult, LadderResult, cell_from_json, cell_to_json
+from kvcore.sim.workload import Workload, load_workload
+
+Progress = Callable[[str], None]
+
+
+def cells_for(options: LadderOptions) -> tuple[MatrixCell, ...]:
+    """The cells of `options` that its target climbs in."""
+    target = _target(options)
+    return tuple(cell for cell in options.cells if cell in target.CELLS)
+
+
+def climb_all(options: LadderOptions, jobs: int = 1, progress: Progress | None = None) -> LadderResult:
+    """Climb every cell. Raises `ConfigError` before anything has started if the input cannot be used."""
+    cells = cells_for(options)
+    if not cells:
+        raise ConfigError(f"target {options.target} does not climb in any of the chosen configurations")
+    workload = _workload(options)
+    for cell in cells:
+        configure(cell, options)
+    results = []
+    for result in _results(options, cells, workload, jobs):
+        results.append(result)
+        if progress is not None:
+            progress(f"[{len(results)}/{len(cells)}] {result.cell}: {result.verdict} ({result.cpu_s:.1f} s CPU)")
+    return LadderResult(options.target, workload.describe(), results, _combined_hash(results), options.seed)
+
+
+def _workload(options: LadderOptions) -> Workload:
+    if options.trace is not None and not options.trace.is_file():
+        raise ConfigError(f"--trace: there is no file {options.trace}")
+    return load_workload(
+        options.trace or options.default_trace(),
+        options.seed,
+        requests=options.requests,
+        families=options.families,
+        chunk_tokens=options.chunk_tokens,
+    )
+
+
+def _target(options: LadderOptions) -> Any:
+    name = "stranger" if options.connector else options.target
+    return importlib.import_module(f"kvcore.ladder.targets.{name}")
+
+
+def _results(
+    options: LadderOptions, cells: tuple[MatrixCell, ...], workload: Workload, jobs: int
+) -> Iterator[CellResult]:
+    climb = _target(options).climb_cell
+    if jobs <= 1 or len(cells) == 1:
+        for cell in cells:
+            yield climb(cell, options, workload, _reproduce(cell, options))
+        return
+    with ProcessPoolExecutor(min(jobs, len(cells)), multiprocessing.get_context("spawn")) as pool:
+        pending = [pool.submit(_climb_in_child, cell, options) for cell in cells]
+        for future in pending:
+            yield cell_from_json(json.loads(future.result()))
+
+
+def _climb_in_child(cell: MatrixCell, options: LadderOptions) -> str:
+    result = _target(options).climb_cell(cell, options, _workload(options), _reproduce(cell, options))
+    return json.dumps(cell_to_json(result))
+
+
+def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
+    """A command line that climbs just this cell again."""
+    parts = [f"kvcore ladder --target {options.target} --seed {options.seed} --cell {cell}"]
+    for flag, value in (
+        ("--trace", options.trace),
+        ("--connector", options.connector),
+        ("--l1", options.l1_bytes),
+        ("--l2", options.l2_dir),
+    ):
+        parts += [f"{flag} {value}"] if value is not None else []
+    if options.chunk_tokens != LadderOptions.chunk_tokens:
+        parts.append(f"--chunk-tokens {options.chunk_tokens}")
+    if options.requests != LadderOptions.requests:
+        parts.append(f"--requests {options.requests}")
+    return " ".join(parts)
+
+
+def _combined_hash(results: list[CellResult]) -> str:
+    """One hash over the cells' trace hashes, in the order of the matrix."""
+    return blake3.blake3("".join(f"{cell.cell}={cell.trace_hash};" for cell in results).encode()).hexdigest()[:32]

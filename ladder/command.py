@@ -1,0 +1,65 @@
+"""`kvcore ladder`: climb the rungs from the command line.
+
+Progress and the table go to standard error when `--json` is given, so that standard output holds JSON only.
+Exit status: 0 only when every rung passed; 1 when one failed; 2 for unusable input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvcore.cli import parse_bytes
+from kvcore.ladder.options import LadderOptions, check_cells, check_rungs, check_seed, check_target
+
+
+def register(commands: Any) -> None:
+    """Add `ladder` to the command line (entry point `kvcore.commands`)."""
+    parser = commands.add_parser("ladder", help="does the cache change any output? Climb the rungs")
+    parser.add_argument("--target", default="sim", help="sim (default) or local")
+    parser.add_argument("--rungs", default="0-4", metavar="0-4", help="which rungs to climb; rung 0 is always run")
+    parser.add_argument("--seed", default="0", metavar="N")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a Mooncake-format trace (JSON lines)")
+    parser.add_argument("--cell", action="append", default=[], metavar="CELL", help="one configuration; repeatable")
+    parser.add_argument("--connector", metavar="MOD:CLASS", help="climb with your own connector")
+    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests per pass (default 120)")
+    parser.add_argument("--chunk-tokens", type=int, default=16, metavar="N", help="cache chunk size in tokens")
+    parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
+    parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="worker processes")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
+    parser.set_defaults(run=run)
+
+
+def options_from(arguments: argparse.Namespace) -> LadderOptions:
+    """Check everything that can be checked before the climb."""
+    return LadderOptions(
+        target=check_target(arguments.target),
+        passes=check_rungs(arguments.rungs),
+        seed=check_seed(arguments.seed),
+        trace=arguments.trace,
+        requests=arguments.requests,
+        chunk_tokens=arguments.chunk_tokens,
+        l1_bytes=arguments.l1,
+        l2_dir=arguments.l2,
+        connector=arguments.connector,
+        cells=check_cells(arguments.cell),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Climb, print, and answer with the exit status."""
+    from kvcore.ladder.climb import climb_all  # needs the `sim` extra; --help does not
+    from kvcore.ladder.table import render
+
+    options = options_from(arguments)
+    result = climb_all(options, jobs=arguments.jobs, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(result.to_json(), indent=1))
+        print(render(result), file=sys.stderr)
+    else:
+        print(render(result))
+    return 0 if result.verdict == "pass" else 1

@@ -1,0 +1,84 @@
+"""What a climb is asked to do: checked before anything starts, so that bad input costs nothing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcore.errors import ConfigError
+from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
+from kvcore.ladder.result import expand_rungs, parse_rungs
+
+TARGETS = ("sim", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class LadderOptions:
+    """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`."""
+
+    target: str = "sim"
+    passes: tuple[str, ...] = expand_rungs(range(5))
+    seed: int = 0
+    trace: Path | None = None
+    requests: int = 120
+    families: int = 20
+    chunk_tokens: int = 16
+    l1_bytes: int | None = None
+    l2_dir: Path | None = None
+    connector: str | None = None
+    cells: tuple[MatrixCell, ...] = FULL_MATRIX
+
+    def default_trace(self) -> Path | None:
+        """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""
+        root = Path(__file__).resolve().parent.parent
+        found = root.parent / "shared" / "data" / "traces" / "conversation_trace.jsonl"
+        return found if found.is_file() else None
+
+
+def check_target(name: str) -> str:
+    """The target's name, or a `ConfigError` naming the nearest."""
+    if name in TARGETS:
+        return name
+    near = difflib.get_close_matches(name, TARGETS, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown target {name!r}: this version has {' and '.join(TARGETS)}{hint}")
+
+
+def check_rungs(text: str) -> tuple[str, ...]:
+    """The passes to climb for `--rungs`."""
+    try:
+        return parse_rungs(text)
+    except ValueError as error:
+        raise ConfigError(f"--rungs: {error}") from None
+
+
+def check_seed(text: str) -> int:
+    """A non-negative integer."""
+    if not text.isdigit():
+        raise ConfigError(f"--seed takes a whole number from 0 on, not {text!r}")
+    return int(text)
+
+
+def check_cells(names: Sequence[str]) -> tuple[MatrixCell, ...]:
+    """The cells to climb; all of them when none is named."""
+    try:
+        return tuple(MatrixCell.parse(name) for name in names) or FULL_MATRIX
+    except ValueError as error:
+        raise ConfigError(f"--cell: {error}") from None
+
+
+def load_connector(path: str) -> Any:
+    """Import `package.module:Class`."""
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        raise ConfigError(f"--connector takes package.module:Class, not {path!r}")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        raise ConfigError(f"--connector: cannot import {module_name}: {error}") from None
+    except AttributeError:
+        raise ConfigError(f"--connector: module {module_name} has no class {class_name}") from None

@@ -1,0 +1,254 @@
+"""The rungs: what each pass runs, and what it must have shown.
+
+    0  reference       one request at a time, no cache, no own prefix cache; also against the dense reference
+    1  no cache        full concurrency, the engine alone
+    2  cold            full concurrency, empty cache
+    3  hot from L1     the same prompts, cache warm
+    3b hot from L2     L1 dropped before
+    4  preempted       part of the chunks forgotten, L1 dropped, too few blocks
+    replay             everything is read back without pressure
+
+Rung 4 forgets on purpose: where everything is cached nothing is stored, and the dangerous moment - a victim whose
+stores are in flight - would never come.
+
+One `Stage` per configuration: the engine, its oracles, the connector and the workload. It lives for one climb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcore.connectors.interface import Connector
+from kvcore.groups import CacheLayout
+from kvcore.keys import ChunkHasher
+from kvcore.ladder.result import Floors, RungCounts, RungResult
+from kvcore.sim.engine.config import EngineConfig
+from kvcore.sim.engine.device import ComputeDevice, PagedMemory
+from kvcore.sim.engine.engine import Engine
+from kvcore.sim.engine.request import RequestSpec
+from kvcore.sim.model import FingerprintModel
+from kvcore.sim.oracles.engine import EngineOracle
+from kvcore.sim.oracles.findings import Findings
+from kvcore.sim.oracles.hits import Cell, HitOracle, usable_prefix
+from kvcore.sim.oracles.truth import Truth
+from kvcore.sim.workload import Draws, Workload
+
+ROOMY_BLOCKS = 4096
+
+FLOORS = {
+    "0": Floors(requests=120),
+    "1": Floors(requests=120),
+    "2": Floors(requests=120, stores_verified=400),
+    "3": Floors(requests=120, loads_verified=200, hit_share=0.8),
+    "3b": Floors(requests=120, loads_verified=1000, hit_share=0.8),
+    "4": Floors(
+        requests=120,
+        loads_verified=200,
+        stores_verified=100,
+        preemptions_store_inflight=20,
+        fences_waited=1,
+        stores_cancelled=1,
+        resumes_with_load=1,
+        hit_share=0.2,
+    ),
+    "replay": Floors(requests=120, loads_verified=1000, hit_share=0.8),
+}
+"""What each pass must have done in one configuration of the full matrix."""
+
+
+class Cache(Connector, Protocol):
+    """A connector that the ladder can also look behind: kvcore's own (`CacheStack`), or a stranger's in
+    `StrangerCache`."""
+
+    async def settle(self) -> None:
+        """Return at rest; report what is left behind."""
+        ...
+
+    def drop_l1(self) -> int: ...
+
+    def forget(self, hashes: Sequence[bytes]) -> None: ...
+
+    def ever_published(self) -> Collection[Cell]:
+        """What a cache that forgot nothing would hold by now."""
+        ...
+
+    def held(self, request_id: str) -> tuple[Collection[Cell], int] | None:
+        """Cells under lease for the request's lookup, and the chunks it was told to skip. None: there is no lookup."""
+        ...
+
+    def stores_inflight(self, request_id: str) -> int: ...
+
+    def counters(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What a target provides for one configuration."""
+
+    layout: CacheLayout
+    model: FingerprintModel
+    hasher: ChunkHasher
+    truth: Truth
+    findings: Findings
+    devices: Sequence[ComputeDevice]
+    memory: PagedMemory
+    workload: Workload
+    cache: Cache
+    seed: int
+    host_ahead: bool = True
+
+
+class LadderOracle(EngineOracle):
+    """The engine's oracle, which also judges promises and adds up what could have been loaded."""
+
+    def __init__(self, parts: StageParts) -> None:
+        super().__init__(
+            parts.layout,
+            parts.model,
+            parts.memory,
+            parts.truth,
+            parts.findings,
+            parts.devices,
+            parts.cache.stores_inflight,
+        )
+        self._cache = parts.cache
+        self._hits = HitOracle(parts.layout, parts.findings)
+        self.hashes: dict[str, list[bytes]] = {}  # of each request's whole sequence
+        self.ideal: Collection[Cell] = ()
+        self.tokens_of: Callable[[str], int] = lambda request_id: 0
+        self.tokens_loaded = 0
+        self.tokens_loadable = 0
+
+    def asked(self, request_id: str, local_tokens: int, answer: int | None) -> None:
+        held = self._cache.held(request_id) if answer is not None else None
+        if held is None:
+            return
+        cells, skip = held
+        assert answer is not None
+        tokens = self.tokens_of(request_id)
+        self._hits.check_answer(request_id, answer, local_tokens, self.hashes[request_id], tokens, cells, skip)
+
+    def request_admitted(self, request_id: str, local_tokens: int, external_tokens: int) -> None:
+        super().request_admitted(request_id, local_tokens, external_tokens)
+        self.tokens_loaded += external_tokens
+        skip = local_tokens // self._layout.chunk_tokens
+        tokens = self.tokens_of(request_id)
+        usable = usable_prefix(self._layout, self.hashes[request_id], tokens, self.ideal.__contains__, skip)
+        self.tokens_loadable += max(0, usable - local_tokens)
+
+
+class Stage:
+    """One climb in one configuration."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self._parts = parts
+        self._oracle = LadderOracle(parts)
+        self._expected: dict[str, list[int]] = {}
+        roomy = EngineConfig(num_blocks=ROOMY_BLOCKS, host_ahead=parts.host_ahead)
+        shape = (parts.model, parts.layout, parts.memory, parts.devices)
+        self._alone = Engine(roomy, *shape)
+        self._cached = Engine(roomy, *shape, parts.cache, self._oracle)
+        self._oracle.tokens_of = lambda request_id: self._cached.scheduler.tokens_of(request_id)
+
+    async def climb(self, passes: Sequence[str]) -> list[RungResult]:
+        """Run the passes in order; the first that fails ends the climb, since later ones would only echo it."""
+        results: list[RungResult] = []
+        for rung in passes:
+            result = await self._pass(rung)
+            results.append(result)
+            if result.verdict != "pass":
+                break
+        return results
+
+    async def _pass(self, rung: str) -> RungResult:
+        before = self._reading()
+        if rung == "0":
+            counts = await self._reference()
+        elif rung == "1":
+            counts = await self._compare(self._alone)
+        else:
+            await self._prepare(rung)
+            counts = await self._compare(self._cached)
+            await self._parts.cache.settle()
+        for name, value in self._reading().items():
+            setattr(counts, name, value - before[name])
+        problems = self._parts.findings.take()
+        return RungResult(rung, counts, problems or FLOORS[rung].unmet(counts))
+
+    async def _prepare(self, rung: str) -> None:
+        parts = self._parts
+        blocks = self._tight_blocks() if rung == "4" else ROOMY_BLOCKS
+        if rung == "4":
+            parts.cache.forget(self._forgotten())
+        if rung in ("3b", "4", "replay"):
+            parts.cache.drop_l1()
+        await parts.cache.settle()
+        self._oracle.ideal = parts.cache.ever_published()
+        own = rung not in ("3b", "replay")  # there, every chunk comes from the cache, none from the engine's own
+        self._cached.configure(EngineConfig(num_blocks=blocks, prefix_cache=own, host_ahead=parts.host_ahead))
+
+    def _tight_blocks(self) -> int:
+        """A little more than the largest request needs, so that running requests soon starve each other."""
+        tables = self._cached.scheduler.tables
+        largest = max(
+            tables.blocks_max(len(spec.prompt) + spec.output_tokens) for spec in self._parts.workload.requests
+        )
+        return 1 + largest + largest // 4
+
+    def _forgotten(self) -> list[bytes]:
+        """For half of the requests, everything from a drawn chunk on."""
+        draws = Draws(self._parts.seed, "forget")
+        gone: dict[bytes, None] = {}
+        for hashes in self._oracle.hashes.values():
+            if hashes and draws.below(2):
+                gone.update(dict.fromkeys(hashes[draws.below(len(hashes)) :]))
+        return list(gone)
+
+    # ---- running and comparing
+
+    async def _reference(self) -> RungCounts:
+        """One at a time, own prefix cache off. Every later pass is compared with what comes out here."""
+        parts = self._parts
+        self._alone.configure(EngineConfig(num_blocks=ROOMY_BLOCKS, prefix_cache=False, max_num_seqs=1))
+        counts = RungCounts()
+        for spec in parts.workload.requests:
+            alone = RequestSpec(spec.request_id, spec.prompt, spec.output_tokens)
+            tokens = (await self._alone.run([alone]))[spec.request_id]
+            self._expected[spec.request_id] = parts.truth.tokens(spec.prompt, spec.output_tokens)
+            self._count(counts, spec, tokens)
+            self._oracle.hashes[spec.request_id] = parts.truth.register(spec.request_id, [*spec.prompt, *tokens])
+        self._alone.configure(EngineConfig(num_blocks=ROOMY_BLOCKS))
+        return counts
+
+    async def _compare(self, engine: Engine) -> RungCounts:
+        counts = RungCounts()
+        tokens = await engine.run(self._parts.workload.requests)
+        for spec in self._parts.workload.requests:
+            self._count(counts, spec, tokens.get(spec.request_id, []))
+        state = engine.statistics()
+        counts.preemptions, counts.steps = state.preemptions, state.steps
+        return counts
+
+    def _count(self, counts: RungCounts, spec: RequestSpec, tokens: list[int]) -> None:
+        expected = self._expected[spec.request_id]
+        counts.requests += 1
+        counts.tokens_compared += len(expected)
+        wrong = [index for index, token in enumerate(expected) if index >= len(tokens) or tokens[index] != token]
+        if wrong:
+            counts.mismatches += len(wrong)
+            self._parts.findings.report("output", f"{spec.request_id} differs from the reference at token {wrong[0]}")
+
+    def _reading(self) -> dict[str, int]:
+        """Counters that only grow; a rung's share is the difference."""
+        findings, oracle = self._parts.findings, self._oracle
+        return {
+            "loads_verified": findings.loads_verified,
+            "stores_verified": findings.stores_verified,
+            "cells_byte_checked": findings.cells_byte_checked,
+            "preemptions_store_inflight": oracle.preemptions_store_inflight,
+            "tokens_loaded": oracle.tokens_loaded,
+            "tokens_loadable": oracle.tokens_loadable,
+            **self._parts.cache.counters(),
+        }

@@ -1,0 +1,1 @@
+"""The ladder as tests, for anybody's project: `pytest --pyargs kvcore.ladder.suite -m ladder`."""

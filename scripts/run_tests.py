@@ -1,0 +1,46 @@
+"""`make test`: every part in turn, with its time. Fails if any part failed; runs them all first."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PARTS = (
+    ("unit + machines", ["tests/unit", "tests/machines"]),
+    ("conformance", ["tests/conformance"]),
+    ("simulation", ["tests/sim"]),
+    ("quality", ["tests/quality"]),
+    ("ladder", ["tests/ladder"]),
+)
+
+
+def run_part(name: str, paths: list[str], jobs: int) -> tuple[bool, float]:
+    """Run one part with pytest; whether it passed, and its seconds."""
+    print(f"== {name}", flush=True)
+    start = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-n", str(jobs), *paths]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    return code == 0, time.monotonic() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", help="run just the part with this name")
+    arguments = parser.parse_args()
+    results = [
+        (name, *run_part(name, paths, arguments.jobs)) for name, paths in PARTS if arguments.only in (None, name)
+    ]
+    print("\npart                  verdict   seconds")
+    for name, passed, seconds in results:
+        print(f"{name:<22}{'ok' if passed else 'FAILED':<10}{seconds:7.1f}")
+    return 0 if results and all(passed for _, passed, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

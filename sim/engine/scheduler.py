@@ -1,0 +1,541 @@
+"""`Scheduler`: continuous batching over paged blocks, with preemption and a connector.
+
+Theory of operation
+-------------------
+The rules are those of vLLM 0.32's scheduler with one batch in flight. States of a request:
+
+    WAITING --admitted, nothing or a synchronous load--> RUNNING
+    WAITING --admitted with an asynchronous load--> LOADING --received--> LOADED --admitted, not asked again--> RUNNING
+    LOADING --received, nothing usable--> WAITING (at the head; blocks freed; asked again)
+    RUNNING --preempted, or its synchronous load failed without a usable prefix--> WAITING (at the head)
+    any --finished or aborted--> ENDED
+
+`schedule()` builds one step:
+
+1. Running requests first, in order, each with the tokens it lacks, within the token budget. If the pool cannot give
+   the blocks, the victim (last of `running`, or greatest (priority, arrival)) is preempted: its blocks are freed at
+   once, its computed tokens are 0 and it goes to the head of the waiting queue. Repeat until there is room or the
+   victim was the request itself.
+2. A step that preempted admits nobody (unless `beyond_engine`). Otherwise loaded requests are admitted first, then the
+   waiting ones in order: own prefix cache, then the connector, which sees the local hit floored to whole blocks.
+   Answer None: skipped, those behind are tried. No blocks: admission ends for this step.
+3. An asynchronous load is admitted only if its request, run to its end of prompt, fits into the free blocks beside
+   what is reserved for every other load. It is never a victim; without the reservation, loads could hold all blocks
+   and none could go on.
+4. With a recurrent group prefill steps end at multiples of its block, and at the last boundary <= n-1, so that there
+   is a snapshot to come back to.
+
+`update()` takes the step's results: failed loads first, so that nothing computed from them is kept and none of their
+blocks gets a name in the prefix cache; then tokens; then what the connector has finished.
+
+Loaded requests go before all others because they hold blocks and cannot be victims: behind a head of the queue that
+waits for just those blocks they would wait for ever.
+
+Who holds blocks: a request from admission until preemption or end; after its end the scheduler itself while a load
+still writes them (until `received`) or the connector still reads them (`finished` answered True; until `sent`).
+The connector announces both; `_release_if_unheld` frees.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcore.connectors.views import NULL_BLOCK, ScheduledRequest, StepView
+from kvcore.errors import CallerError, InternalError, PeerError
+from kvcore.groups import CacheLayout, GroupKind
+from kvcore.sim.engine.block_pool import BlockNames, BlockPool
+from kvcore.sim.engine.config import EngineConfig, EngineStats, Policy
+from kvcore.sim.engine.probe import EngineProbe
+from kvcore.sim.engine.request import Request, RequestSpec, Status
+from kvcore.sim.engine.step import StepEntry, StepOutput, StepPlan
+from kvcore.sim.engine.tables import LocalHit, TableManager
+
+if TYPE_CHECKING:  # the interface belongs to the ladder, which imports us; at run time only its shape matters
+    from kvcore.connectors.interface import SchedulerSide
+
+
+class Scheduler:
+    """One engine run. In turn: schedule, (the step runs), update; abort and reset_prefix_cache between steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: CacheLayout,
+        connector: SchedulerSide | None,
+        probe: EngineProbe,
+        names: BlockNames,
+    ) -> None:
+        self._config = config
+        self._groups = len(layout.groups)
+        self._connector = connector
+        self._probe = probe
+        self.pool = BlockPool(config.num_blocks, probe)
+        self.tables = TableManager(layout, self.pool, names, config.max_batched_tokens)
+        if config.max_batched_tokens < self.tables.recurrent_tokens:
+            raise CallerError(
+                f"max_batched_tokens {config.max_batched_tokens} is less than a recurrent block of"
+                f" {self.tables.recurrent_tokens} tokens: prefill could never reach a boundary"
+            )
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._loading: dict[str, Request] = {}
+        self._loaded: dict[str, Request] = {}
+        self._held: dict[str, tuple[Request, dict[str, None]]] = {}  # ended, blocks held: reasons "received", "sent"
+        self._budget = 0
+        self._step = 0
+        self._arrivals = 0
+        self._preempted: list[str] = []  # since the last step was built
+        self._ended: list[str] = []
+        self._results: dict[str, list[int]] = {}
+        self._counters = dict.fromkeys(EngineStats.__slots__, 0)
+
+    # -- what the engine calls
+
+    def add(self, spec: RequestSpec) -> None:
+        if spec.request_id in self._requests or spec.request_id in self._held:
+            raise CallerError(f"request id {spec.request_id!r} is in use")
+        if not spec.prompt or spec.output_tokens < 1:
+            raise CallerError(f"request {spec.request_id!r} needs at least one prompt and one output token")
+        need = self.tables.blocks_max(len(spec.prompt) + spec.output_tokens)
+        usable = self.pool.num_blocks - 1
+        if need > usable:
+            raise CallerError(f"request {spec.request_id!r} may need {need} blocks, the engine has {usable}")
+        request = Request(spec, self._arrivals, self._groups)
+        self._arrivals += 1
+        self._requests[spec.request_id] = request
+        self._enqueue(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._held or self._ended)
+
+    @property
+    def waits_for_connector(self) -> bool:
+        """Nothing to run now, but a connector's report can change that."""
+        return bool(self._loading or self._held or (self._waiting and self._connector is not None))
+
+    def tokens_of(self, request_id: str) -> int:
+        """Prompt and generated tokens of a request that has not ended."""
+        return self._requests[request_id].length
+
+    def results(self) -> dict[str, list[int]]:
+        return dict(self._results)
+
+    def statistics(self) -> EngineStats:
+        return EngineStats(**self._counters)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request between two steps. False: there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._count(requests_aborted=1)
+        self._probe.request_aborted(request_id)
+        self._end(request)
+        return True
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        if reset_running_requests:
+            while self._running:
+                self._preempt(self._victim())
+        self.pool.reset_prefix_cache()
+
+    def schedule(self) -> StepPlan:
+        plan = StepPlan(self._step)
+        self._step += 1
+        self._budget = self._config.max_batched_tokens
+        preemptions = self._counters["preemptions"]
+        self._schedule_running(plan)
+        if self._counters["preemptions"] == preemptions or self._config.beyond_engine:
+            self._admit_loaded(plan)
+            self._admit_waiting(plan)
+        plan.preempted, self._preempted = tuple(self._preempted), []
+        plan.finished, self._ended = tuple(self._ended), []
+        if self._connector is not None:
+            plan.meta = self._connector.build_meta(_step_view(plan))
+        self._count(steps=1, empty_steps=int(not plan.entries), tokens_computed=plan.tokens)
+        return plan
+
+    def update(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take a step's results."""
+        for request_id, sources in plan.copy_holders:
+            self.pool.release(sources, request_id)
+        if self._connector is not None:
+            self._connector.update_output(output.finished, output.error_blocks)
+        failed = self._take_errors(output.error_blocks)
+        for entry in plan.entries:
+            if entry.request.request_id not in failed:
+                self._advance(entry, output.sampled)
+        for request_id in sorted(output.finished.received):
+            self._received(request_id, request_id in output.finished.failed)
+        for request_id in sorted(output.finished.sent):
+            self._unhold(request_id, "sent")
+
+    # -- running requests
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        index = 0
+        while index < len(self._running) and self._budget:
+            request = self._running[index]
+            count = self._step_tokens(request, request.computed)
+            if count:
+                new_blocks = self._grow_or_preempt(request, request.computed + count, plan)
+                if new_blocks is None:
+                    return  # it was the victim itself
+                plan.fresh.extend(block for blocks in new_blocks for block in blocks)
+                self._schedule(plan, request, count, new_blocks)
+            index = self._running.index(request) + 1  # a victim may have stood before it
+
+    def _step_tokens(self, request: Request, computed: int) -> int:
+        """Tokens of the next step: all that lack, cut to the budget and to recurrent boundaries."""
+        count = min(request.length - computed, self._budget)
+        block_tokens = self.tables.recurrent_tokens
+        if not block_tokens:
+            return count
+        last_boundary = (request.length - 1) // block_tokens * block_tokens
+        if computed >= last_boundary:
+            return count
+        end = min(computed + count, last_boundary) // block_tokens * block_tokens
+        return max(0, end - computed)
+
+    def _grow_or_preempt(self, request: Request, target: int, plan: StepPlan) -> tuple[list[int], ...] | None:
+        while (new_blocks := self.tables.grow(request, target)) is None:
+            victim = self._victim()
+            self._unschedule(plan, victim)
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _victim(self) -> Request:
+        if self._config.policy is Policy.FCFS:
+            return self._running[-1]
+        return max(self._running, key=lambda request: request.order)
+
+    def _unschedule(self, plan: StepPlan, victim: Request) -> None:
+        """By priority the victim may already be part of this step; what it took goes back unwritten."""
+        for entry in plan.entries:
+            if entry.request is victim:
+                self._budget += entry.scheduled
+                plan.entries.remove(entry)
+                victim.resumed = entry.resumed
+                returned = {block for blocks in entry.new_blocks for block in blocks}
+                plan.fresh[:] = [block for block in plan.fresh if block not in returned]
+                return
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._back_to_waiting(request)
+        request.preemptions += 1
+        self._count(preemptions=1)
+        self._probe.preempted(request.request_id)
+
+    def _back_to_waiting(self, request: Request) -> None:
+        self.tables.free(request)
+        request.computed = request.local = request.external = 0
+        request.bad_blocks.clear()
+        request.resumed = True
+        request.status = Status.WAITING
+        self._enqueue(request, head=True)
+        self._preempted.append(request.request_id)
+        if self._connector is not None:
+            self._connector.preempted(request.request_id)
+
+    def _enqueue(self, request: Request, head: bool = False) -> None:
+        if self._config.policy is Policy.PRIORITY:
+            insort(self._waiting, request, key=lambda other: other.order)
+        elif head:
+            self._waiting.insert(0, request)
+        else:
+            self._waiting.append(request)
+
+    def _schedule(self, plan: StepPlan, request: Request, count: int, new_blocks: tuple[list[int], ...]) -> None:
+        assert 0 < count <= self._budget
+        plan.entries.append(StepEntry(request, request.computed, count, new_blocks, request.resumed))
+        request.resumed = False
+        self._budget -= count
+
+    # -- admission
+
+    def _has_room(self) -> bool:
+        return self._budget > 0 and len(self._running) < self._config.max_num_seqs
+
+    def _admit_loaded(self, plan: StepPlan) -> None:
+        for request in list(self._loaded.values()):
+            count = self._step_tokens(request, request.computed) if self._has_room() else 0
+            new_blocks = self.tables.grow(request, request.computed + count) if count else None
+            if new_blocks is None:
+                return
+            if self._connector is not None:
+                self._connector.after_alloc(request.view(), request.block_table(), 0)
+            plan.fresh.extend(block for blocks in new_blocks for block in blocks)
+            del self._loaded[request.request_id]
+            self._start(plan, request, count, new_blocks)
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        if self._loaded:
+            return  # admission has ended, or there is no room
+        index = 0
+        while index < len(self._waiting) and self._has_room():
+            request = self._waiting[index]
+            hit = self._local_hit(request)
+            external, load_async = self._ask(request, hit)
+            if external is None:
+                index += 1
+                continue
+            if external == 0:
+                hit = self._with_partial(request, hit)
+            if not self._admit(plan, request, hit, external, load_async):
+                return
+            del self._waiting[index]
+
+    def _local_hit(self, request: Request) -> LocalHit:
+        if self._config.prefix_cache:
+            return self.tables.local_hit(request)
+        return LocalHit(0, tuple([] for _ in range(self._groups)))
+
+    def _with_partial(self, request: Request, hit: LocalHit) -> LocalHit:
+        if not (self._config.prefix_cache and self._config.partial_hits):
+            return hit
+        return self.tables.partial_hit(request) or hit
+
+    def _ask(self, request: Request, hit: LocalHit) -> tuple[int | None, bool]:
+        if self._connector is None:
+            return 0, False
+        external, load_async = self._connector.matched_tokens(request.view(), hit.tokens)
+        self._probe.asked(request.request_id, hit.tokens, external)
+        if external is not None:
+            self._check_promise(request, hit.tokens, external)
+        return external, load_async and bool(external)
+
+    def _check_promise(self, request: Request, local: int, external: int) -> None:
+        if not 0 <= external <= request.length - 1 - local:
+            raise PeerError(
+                f"the connector promised {external} tokens for {request.request_id!r}, which has {request.length}"
+                f" and {local} of them locally: at most n-1 can be loaded"
+            )
+        if external and self.tables.recurrent_tokens and (local + external) % self.tables.recurrent_tokens:
+            raise PeerError(f"the connector promised {request.request_id!r} a recurrent state inside a block")
+
+    def _admit(self, plan: StepPlan, request: Request, hit: LocalHit, external: int, load_async: bool) -> bool:
+        computed = hit.tokens + external
+        count = 0 if load_async else self._step_tokens(request, computed)
+        if count == 0 and not load_async:
+            return False  # the budget does not reach the next recurrent boundary
+        if load_async and not self._fits_beside_reservations(request, computed):
+            return False
+        new_blocks = self.tables.admit(request, hit, computed, computed + count)
+        if new_blocks is None:
+            return False
+        request.local, request.external, request.computed = hit.tokens, external, computed
+        self._take_blocks(plan, request, hit, new_blocks)
+        self._count(
+            local_hit_tokens=hit.tokens,
+            external_hit_tokens=external,
+            resumes=int(request.preemptions > 0),
+            resumes_with_load=int(request.preemptions > 0 and external > 0),
+        )
+        self._probe.request_admitted(request.request_id, hit.tokens, external)
+        if self._connector is not None:
+            self._connector.after_alloc(request.view(), request.block_table(), external)
+        if load_async:
+            request.status = Status.LOADING
+            self._loading[request.request_id] = request
+        else:
+            self._start(plan, request, count, new_blocks)
+        return True
+
+    def _fits_beside_reservations(self, request: Request, computed: int) -> bool:
+        reserved = sum(
+            max(0, self.tables.blocks_to_end(other.length, other.computed) - self.tables.held_count(other))
+            for other in (*self._loading.values(), *self._loaded.values())
+        )
+        return self.tables.blocks_to_end(request.length, computed) + reserved <= self.pool.free_count
+
+    def _take_blocks(self, plan: StepPlan, request: Request, hit: LocalHit, new_blocks: tuple[list[int], ...]) -> None:
+        loading = dict.fromkeys(self._load_targets(request)) if request.external else {}
+        for block in (block for blocks in new_blocks for block in blocks):
+            (plan.loading if block in loading else plan.fresh).append(block)
+        if hit.copy_sources:
+            targets = [table.ids[-1] for table in request.tables]
+            plan.copies.extend(zip(hit.copy_sources, targets, strict=True))
+            plan.copy_holders.append((request.request_id, hit.copy_sources))
+
+    def _load_targets(self, request: Request) -> list[int]:
+        """Blocks that must be filled from outside: those of tokens [local, local + external) that are not null."""
+        targets: list[int] = []
+        for group, table in zip(self.tables.groups, request.tables, strict=True):
+            first = request.local // group.block_tokens
+            end = -(-(request.local + request.external) // group.block_tokens)
+            targets.extend(block for block in table.ids[first:end] if block != NULL_BLOCK)
+        return targets
+
+    def _start(self, plan: StepPlan, request: Request, count: int, new_blocks: tuple[list[int], ...]) -> None:
+        request.status = Status.RUNNING
+        self._running.append(request)
+        self._schedule(plan, request, count, new_blocks)
+
+    # -- results
+
+    def _advance(self, entry: StepEntry, sampled: dict[str, int]) -> None:
+        request = entry.request
+        assert request.status is Status.RUNNING
+        assert request.computed == entry.computed
+        samples = entry.samples
+        request.computed += entry.scheduled
+        self._count(tokens_recomputed=max(0, min(request.computed, request.tokens_computed_max) - entry.computed))
+        request.tokens_computed_max = max(request.tokens_computed_max, request.computed)
+        self._publish(request)
+        if not samples:
+            return
+        request.append(sampled[request.request_id])
+        self._count(tokens_generated=1)
+        if request.complete:
+            self._count(requests_finished=1)
+            self._results[request.request_id] = request.generated
+            self._probe.request_finished(request.request_id, request.generated)
+            self._end(request)
+
+    def _publish(self, request: Request) -> None:
+        if self._config.prefix_cache:
+            self.tables.publish(request)
+
+    def _take_errors(self, error_blocks: frozenset[int]) -> dict[str, None]:
+        """Requests whose synchronous load failed: rewound to the valid prefix, their sampled tokens are dropped."""
+        failed: dict[str, None] = {}
+        if not error_blocks:
+            return failed
+        for request in self._loading.values():
+            request.bad_blocks.update(dict.fromkeys(block for block in sorted(error_blocks) if _holds(request, block)))
+        for request in list(self._running):
+            bad = [block for block in sorted(error_blocks) if _holds(request, block)]
+            if bad:
+                failed[request.request_id] = None
+                self._rewind(request, bad)
+        return failed
+
+    def _rewind(self, request: Request, bad: Sequence[int]) -> None:
+        for block in bad:
+            self.pool.forget(block)  # never to be found, whoever else may hold it
+        valid = self._valid_prefix(request, bad)
+        self._load_failed(request, valid)
+        if valid == 0:
+            self._running.remove(request)
+            self._back_to_waiting(request)
+            return
+        request.computed = min(request.computed, valid)
+        request.published = [
+            min(count, valid // group.block_tokens)
+            for count, group in zip(request.published, self.tables.groups, strict=True)
+        ]
+
+    def _valid_prefix(self, request: Request, bad: Sequence[int]) -> int:
+        """Tokens before the first bad block. With several groups, or one that forgets blocks, no telling: 0."""
+        if self._groups > 1 or self.tables.groups[0].kind is not GroupKind.FULL:
+            return 0
+        ids, block_tokens = request.tables[0].ids, self.tables.groups[0].block_tokens
+        first = min(ids.index(block) for block in bad)
+        return first * block_tokens
+
+    def _load_failed(self, request: Request, valid: int) -> None:
+        self._count(load_failures=1)
+        self._probe.load_ended(request.request_id, valid, request.local + request.external)
+
+    # -- asynchronous loads, ends and holds
+
+    def _received(self, request_id: str, failed: bool) -> None:
+        if request_id in self._held:
+            self._unhold(request_id, "received")
+            return
+        request = self._loading.pop(request_id, None)
+        if request is None:
+            return  # a connector may report a load that was given up already
+        promised = request.computed
+        bad = [block for block in request.bad_blocks if _holds(request, block)]
+        if not failed and not bad:
+            valid = promised
+            self._probe.load_ended(request_id, valid, promised)
+        else:
+            valid = self._valid_prefix(request, bad) if bad else (request.local if self._groups == 1 else 0)
+            valid = min(valid, promised)
+            self._load_failed(request, valid)
+        request.bad_blocks.clear()
+        if valid == 0:
+            self._back_to_waiting(request)
+            return
+        request.computed = valid
+        request.status = Status.LOADED
+        self._loaded[request_id] = request
+        self._publish(request)
+
+    def _end(self, request: Request) -> None:
+        """Finished or aborted, between two steps."""
+        request_id = request.request_id
+        reasons: dict[str, None] = {}
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        elif request.status is Status.WAITING:
+            self._waiting.remove(request)
+        elif self._loading.pop(request_id, None) is not None:
+            reasons["received"] = None
+        else:
+            del self._loaded[request_id]
+        request.status = Status.ENDED
+        del self._requests[request_id]
+        self._ended.append(request_id)
+        if self._connector is not None and self._connector.finished(request_id, request.block_table()):
+            reasons["sent"] = None
+        self._held[request_id] = (request, reasons)
+        self._release_if_unheld(request_id)
+
+    def _unhold(self, request_id: str, reason: str) -> None:
+        if request_id in self._held:
+            self._held[request_id][1].pop(reason, None)
+            self._release_if_unheld(request_id)
+
+    def _release_if_unheld(self, request_id: str) -> None:
+        request, reasons = self._held[request_id]
+        if not reasons:
+            del self._held[request_id]
+            self.tables.free(request)
+
+    def check_idle(self) -> None:
+        """Nothing is left behind after all requests have ended."""
+        if self.pool.held_count or self._held or self._requests:
+            raise InternalError(f"{self.pool.held_count} blocks are still held after the last request ended")
+        self.pool.check()
+
+    def describe(self) -> str:
+        return (
+            f"step {self._step}: {len(self._waiting)} waiting, {len(self._running)} running,"
+            f" {len(self._loading)} loading, {len(self._loaded)} loaded,"
+            f" {len(self._held)} ended with held blocks, {self.pool.free_count} free blocks"
+        )
+
+    def _count(self, **increments: int) -> None:
+        for name, increment in increments.items():
+            self._counters[name] += increment
+
+
+def _holds(request: Request, block: int) -> bool:
+    return any(block in table.ids for table in request.tables)
+
+
+def _step_view(plan: StepPlan) -> StepView:
+    scheduled = tuple(
+        ScheduledRequest(
+            entry.request.request_id,
+            entry.computed,
+            entry.scheduled,
+            entry.request.block_table(),
+            entry.new_blocks,
+            entry.resumed,
+            entry.request.view().tokens,
+        )
+        for entry in plan.entries
+    )
+    allocated = frozenset(plan.fresh) | frozenset(plan.loading)
+    return StepView(plan.step, scheduled, allocated, plan.preempted, plan.finished)

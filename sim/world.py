@@ -1,0 +1,70 @@
+"""`SimWorld`: the simulated outside of one run - processes, network, devices, executors and files on one `SimLoop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvcore.ports import ClientTransport, Executor, Files, Notice, ServerTransport, Tracer
+from kvcore.service.local import LocalServerTransport
+from kvcore.sim.loop import SimLoop
+from kvcore.sim.ports.clock import SimClock
+from kvcore.sim.ports.copy import SimCopyEngine
+from kvcore.sim.ports.executor import SimExecutor
+from kvcore.sim.ports.files import SimFiles
+from kvcore.sim.ports.network import SimNetwork
+from kvcore.sim.ports.notice import SimNotice
+from kvcore.sim.process import SimProcess
+
+T = TypeVar("T")
+
+
+class SimWorld:
+    """`in_process`: one process and in-memory transports instead of a network.
+
+    `page_ns` is the range of one page copy; the default makes a store last several steps of the simulated engine, so
+    that preemption meets copies in flight.
+    """
+
+    def __init__(self, loop: SimLoop, *, in_process: bool, page_ns: tuple[int, int] = (5_000, 120_000)) -> None:
+        self.loop = loop
+        self.clock = SimClock(loop)
+        self.tracer: Tracer = loop.trace
+        self._in_process = in_process
+        self._page_ns = page_ns
+        self._network = SimNetwork(loop)
+        self._local: dict[int, LocalServerTransport] = {}
+        self._processes: dict[str, SimProcess] = {}
+
+    def process(self, name: str) -> SimProcess:
+        """The process called `name`; in-process, everything is one."""
+        name = "engine" if self._in_process else name
+        if name not in self._processes:
+            self._processes[name] = self.loop.process(name)
+        return self._processes[name]
+
+    def inside(self, process: str, build: Callable[[], T]) -> T:
+        return self.process(process).run(build)
+
+    def notice(self) -> Notice:
+        return SimNotice(self.loop)
+
+    def executor(self, name: str) -> Executor:
+        return SimExecutor(self.loop, name=name)
+
+    def files(self, name: str) -> Files:
+        return SimFiles(self.loop)
+
+    def listen(self, server: int) -> ServerTransport:
+        if self._in_process:
+            self._local[server] = LocalServerTransport(self.loop)
+            return self._local[server]
+        return self._network.listen(f"server{server}")
+
+    def connect(self, server: int, client: str) -> ClientTransport:
+        if self._in_process:
+            return self._local[server].connect()
+        return self._network.connect(f"server{server}", f"{client}>server{server}")
+
+    def device(self, rank: int) -> SimCopyEngine:
+        return SimCopyEngine(self.loop, f"device{rank}", page_ns=self._page_ns)

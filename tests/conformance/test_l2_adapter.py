@@ -1,0 +1,1020 @@
+"""What every L2 adapter promises (core.md 5). The declared lock strength decides which tests about locks apply."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvcore.errors import CallerError
+from kvcore.keys import ObjectKey
+from kvcore.l2.adapter import LockKind, StoreAnswer
+from kvcore.l2.envelope import record_bytes
+from kvcore.l2.file import file_adapter
+from kvcore.l2.memory import MemoryBackend, memory_adapter
+from kvcore.quota import Quota
+from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.executor import ThreadExecutor
+from kvcore.runtime.files import OsFiles
+from kvcore.runtime.notice import EventfdNotice
+from kvcore.sim.ports.clock import SimClock
+from kvcore.sim.ports.executor import SimExecutor
+from kvcore.sim.ports.files import SimFiles
+from kvcore.sim.ports.notice import SimNotice
+from kvcore.sim.weak import WeakLocks
+
+STORED, PRESENT, FULL, RETRY = StoreAnswer.STORED, StoreAnswer.PRESENT, StoreAnswer.FULL, StoreAnswer.RETRY
+STRONG_PORTS = ["memory", "file", "file-in-memory", "memory-sim-1", "memory-sim-2", "file-sim-1", "file-sim-2"]
+WEAK_PORTS = ["weak-memory", "weak-file", "weak-memory-sim-1", "weak-file-sim-2"]
+
+every_adapter = pytest.mark.parametrize("port", STRONG_PORTS + WEAK_PORTS)
+strong_locks = pytest.mark.parametrize("port", STRONG_PORTS)
+weak_locks = pytest.mark.parametrize("port", WEAK_PORTS)
+
+
+class Gate:
+    """An executor that can be told to keep what is submitted until it is released."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.held = None
+        self.submitted = 0
+
+    def hold(self):
+        self.held = []
+
+    def release(self):
+        held, self.held = self.held, None
+        for arguments in held:
+            self.inner.submit(*arguments)
+
+    def submit(self, work, deliver, cost_bytes=0):
+        self.submitted += 1
+        if self.held is None:
+            self.inner.submit(work, deliver, cost_bytes)
+        else:
+            self.held.append((work, deliver, cost_bytes))
+
+    def close(self):
+        self.inner.close()
+
+
+class Place:
+    """One store (a directory, a dict) and the adapters opened on it one after the other."""
+
+    def __init__(self, port, path, inbox):
+        self.port = port
+        self.inbox = inbox
+        self.medium = self._medium(path)
+
+    def _medium(self, path):
+        if "memory" in self.port and "file" not in self.port:
+            return MemoryBackend()
+        return OsFiles(path) if self.port in ("file", "weak-file") else SimFiles()
+
+    def open(self, capacity_bytes=None, quota=None):
+        loop = asyncio.get_running_loop()
+        simulated = "sim-" in self.port
+        self.gate = Gate(SimExecutor(loop, latency_ns=(1_000, 90_000)) if simulated else ThreadExecutor(loop, 3))
+        shared = {
+            "executor": self.gate,
+            "notice_factory": lambda: SimNotice(loop) if simulated else EventfdNotice(loop),
+            "capacity_bytes": capacity_bytes,
+            "quota": quota,
+        }
+        if isinstance(self.medium, MemoryBackend):
+            strong = memory_adapter("tested", backend=self.medium, **shared)
+        else:
+            clock = SimClock(loop) if simulated else SystemClock()
+            strong = file_adapter("tested", self.medium, clock=clock, **shared)
+        adapter = WeakLocks(strong) if self.port.startswith("weak") else strong
+        return Client(adapter, strong, self.gate, self.inbox)
+
+
+class Client:
+    """Waits for notices as a user of the adapter does."""
+
+    def __init__(self, adapter, strong, gate, inbox):
+        self.adapter, self.strong, self.gate = adapter, strong, gate
+        self.answers = {}
+        self.notices = {}
+        for kind in ("store", "lookup", "load"):
+            self.notices[kind] = inbox()
+            getattr(adapter, f"{kind}_notice").subscribe(lambda kind=kind: self.notices[kind].put())
+
+    async def store(self, keys, payloads):
+        return await self.stored(self.adapter.submit_store(keys, [memoryview(payload) for payload in payloads]))
+
+    async def lookup(self, keys):
+        return await self.result("lookup", self.adapter.submit_lookup_and_lock(keys))
+
+    async def load(self, keys, sizes):
+        buffers = [bytearray(b"\xee" * size) for size in sizes]
+        bits = await self.result("load", self.adapter.submit_load(keys, [memoryview(buffer) for buffer in buffers]))
+        return bits, buffers
+
+    async def stored(self, task):
+        def take():
+            self.answers.update(self.adapter.pop_completed_stores())
+            return self.answers.pop(task, None)
+
+        return await self._until("store", take)
+
+    async def result(self, kind, task):
+        return await self._until(kind, lambda: getattr(self.adapter, f"take_{kind}")(task))
+
+    async def at_rest(self):
+        """All background work has ended. Deletions are not announced, so ask again after each round trip."""
+        while self.strong.work_inflight:
+            await self.round_trip()
+
+    async def round_trip(self):
+        returned = asyncio.Event()
+        self.gate.submit(lambda: None, lambda outcome: returned.set())
+        await returned.wait()
+
+    async def _until(self, kind, take):
+        box = self.notices[kind]
+        while True:
+            seen = len(box.items)
+            result = take()
+            if result is not None:
+                return result
+            await box.first(seen + 1)
+
+    def close(self):
+        self.adapter.close()
+        self.gate.close()
+
+
+def key(name, *, salt="", model="model", rank=0, group=0):
+    return ObjectKey(str(name).encode().ljust(32, b"."), model, rank, group, salt)
+
+
+def many(count, size=100):
+    keys = [key(number) for number in range(count)]
+    return keys, [payload(number, size) for number in range(count)]
+
+
+def payload(number, size=100):
+    return bytes((number * 7 + position) % 251 for position in range(size))
+
+
+def size_of(count, size=100):
+    """Capacity for exactly `count` records of `many`."""
+    return count * record_bytes(key(0), size)
+
+
+@pytest.fixture
+def check(world, port, tmp_path, inbox):
+    """Run a scenario with an opened client; at its end the index must be sound."""
+
+    def run(scenario, capacity_bytes=None, quota=None):
+        async def opened():
+            place = Place(port, tmp_path / "store", inbox)
+            client = place.open(capacity_bytes, quota)
+            assert client.adapter.lock_strength.kind is (LockKind.NONE if port.startswith("weak") else LockKind.STRONG)
+            arguments = (client, place) if scenario.__code__.co_argcount == 2 else (client,)
+            await scenario(*arguments)
+            if client.gate.held is None and client.gate is place.gate:
+                await settle(client)
+            client.close()
+
+        world.run(opened)
+
+    return run
+
+
+async def settle(client):
+    if not client.strong._closed:
+        await client.at_rest()
+        client.strong.check()
+
+
+# --- results and notices -------------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_what_was_stored_is_loaded_back_byte_for_byte(check):
+    async def scenario(client):
+        keys, payloads = many(5)
+        assert await client.store(keys, payloads) == [STORED] * 5
+        assert await client.lookup(keys) == 0b11111
+        bits, buffers = await client.load(keys, [100] * 5)
+        assert bits == 0b11111
+        assert buffers == payloads
+
+    check(scenario)
+
+
+@every_adapter
+def test_nothing_found_is_an_empty_bitmap_and_not_pending(check):
+    async def scenario(client):
+        assert await client.lookup([key("never stored")]) == 0
+        bits, _ = await client.load([key("never stored")], [10])
+        assert bits == 0
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_result_is_given_once(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        store = client.adapter.submit_store(keys, [memoryview(payloads[0])])
+        assert await client.stored(store) == [STORED]
+        assert store not in client.adapter.pop_completed_stores()
+        lookup = client.adapter.submit_lookup_and_lock(keys)
+        assert await client.result("lookup", lookup) == 1
+        assert client.adapter.take_lookup(lookup) is None
+        load = client.adapter.submit_load(keys, [memoryview(bytearray(100))])
+        assert await client.result("load", load) == 1
+        assert client.adapter.take_load(load) is None
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_task_that_is_running_or_unknown_answers_none(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        client.gate.hold()
+        load = client.adapter.submit_load(keys, [memoryview(bytearray(100))])
+        assert client.adapter.take_load(load) is None
+        assert client.adapter.take_load(load + 1000) is None
+        assert client.adapter.take_lookup(load) is None
+        store = client.adapter.submit_store([key("new")], [memoryview(b"x")])
+        assert client.adapter.pop_completed_stores() == {}
+        client.gate.release()
+        assert await client.result("load", load) == 1
+        assert await client.stored(store) == [STORED]
+
+    check(scenario)
+
+
+@every_adapter
+def test_each_kind_of_work_has_its_own_notice(check):
+    async def scenario(client):
+        def seen():
+            return [len(client.notices[kind].items) > 0 for kind in ("store", "lookup", "load")]
+
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        assert seen() == [True, False, False]
+        task = client.adapter.submit_lookup_and_lock(keys)
+        await client.notices["lookup"].first(1)
+        assert seen() == [True, True, False]
+        assert client.adapter.take_lookup(task) == 1
+        await client.load(keys, [100])
+        assert seen() == [True, True, True]
+
+    check(scenario)
+
+
+@every_adapter
+def test_no_notice_is_delivered_inside_a_submit(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        before = [len(box.items) for box in client.notices.values()]
+        tasks = [
+            client.adapter.submit_store(keys, [memoryview(payloads[0])]),
+            client.adapter.submit_lookup_and_lock(keys),
+            client.adapter.submit_load([key("unknown")], [memoryview(bytearray(1))]),
+        ]
+        assert [len(box.items) for box in client.notices.values()] == before
+        for box, count in zip(client.notices.values(), before):
+            await box.first(count + 1)
+        assert client.adapter.pop_completed_stores() == {tasks[0]: [PRESENT]}
+        assert client.adapter.take_lookup(tasks[1]) == 1
+        assert client.adapter.take_load(tasks[2]) == 0
+
+    check(scenario)
+
+
+@every_adapter
+def test_an_empty_batch_completes(check):
+    async def scenario(client):
+        assert await client.store([], []) == []
+        assert await client.lookup([]) == 0
+        assert (await client.load([], []))[0] == 0
+
+    check(scenario)
+
+
+@every_adapter
+def test_task_ids_are_not_used_twice(check):
+    async def scenario(client):
+        ids = [client.adapter.submit_lookup_and_lock([]) for _ in range(50)]
+        ids += [client.adapter.submit_load([], []) for _ in range(50)]
+        assert len(set(ids)) == 100
+
+    check(scenario)
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_a_batch_is_answered_per_key(check):
+    async def scenario(client):
+        keys, payloads = many(6)
+        await client.store(keys[1::2], payloads[1::2])
+        assert await client.lookup(keys) == 0b101010
+        bits, buffers = await client.load(keys, [100] * 6)
+        assert bits == 0b101010
+        assert buffers[1::2] == payloads[1::2]
+        assert await client.store(keys, payloads) == [STORED, PRESENT] * 3
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_batch_of_thousands_keeps_its_order(check):
+    async def scenario(client):
+        keys, payloads = many(1500, 40)
+        assert await client.store(keys, payloads) == [STORED] * 1500
+        mixed = [item for number in range(0, 1500, 10) for item in (keys[number], key(f"missing {number}"))]
+        assert await client.lookup(mixed) == sum(1 << position for position in range(0, 300, 2))
+        bits, buffers = await client.load(list(reversed(keys)), [40] * 1500)
+        assert bits == (1 << 1500) - 1
+        assert buffers == payloads[::-1]
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_key_twice_in_a_store_is_written_once_and_answered_twice(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        answers = await client.store([keys[0], keys[1], keys[0]], [payloads[0], payloads[1], payloads[0]])
+        assert answers == [STORED, STORED, PRESENT]
+        assert client.adapter.usage().objects == 2
+        assert client.adapter.usage().bytes_used == size_of(2)
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_key_twice_in_a_load_fills_both_buffers(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        bits, buffers = await client.load(keys * 2, [100, 100])
+        assert bits == 0b11
+        assert buffers == payloads * 2
+
+    check(scenario)
+
+
+@strong_locks
+def test_a_key_twice_in_a_lookup_is_locked_twice(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        await client.store(keys[:1], payloads[:1])
+        assert await client.lookup(keys[:1] * 2) == 0b11
+        client.adapter.submit_unlock(keys[:1])
+        assert client.adapter.usage().locked == 1
+        assert await client.store(keys[1:], payloads[1:]) == [FULL]
+        client.adapter.submit_unlock(keys[:1])
+        assert client.adapter.usage().locked == 0
+        assert await client.store(keys[1:], payloads[1:]) == [STORED]
+
+    check(scenario, capacity_bytes=size_of(1))
+
+
+# --- names, sizes, buffers -----------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_any_salt_and_model_name_works_and_none_is_mistaken_for_another(check):
+    async def scenario(client):
+        texts = ["", ".", "..", "../../etc/passwd", "/", "a/b", "a\\b", "nul\0nul", "line\nline", "*?[]", "%2e%2e", " "]
+        texts += ["x" * 128, "x" * 4000, "ü€漢字🙂", "CON", ".tmp-ab-1", "kvcore-l2.json", "a" * 255, "A" * 255]
+        keys = [key("hostile", salt=text) for text in texts] + [key("hostile", model=text) for text in texts]
+        payloads = [payload(number, 33) for number in range(len(keys))]
+        assert await client.store(keys, payloads) == [STORED] * len(keys)
+        bits, buffers = await client.load(keys, [33] * len(keys))
+        assert bits == (1 << len(keys)) - 1
+        assert buffers == payloads
+        assert sorted(client.adapter.keys()) == sorted(keys)
+
+    check(scenario)
+
+
+@every_adapter
+def test_keys_that_differ_in_one_field_are_different_objects(check):
+    async def scenario(client):
+        variants = [key(1), key(2), key(1, model="other"), key(1, rank=1), key(1, group=1), key(1, salt="tenant")]
+        await client.store(variants[:1], [payload(0)])
+        assert await client.lookup(variants) == 0b1
+        assert await client.store(variants[1:], [payload(n) for n in range(1, 6)]) == [STORED] * 5
+        assert (await client.load(variants, [100] * 6))[1] == [payload(n) for n in range(6)]
+
+    check(scenario)
+
+
+@every_adapter
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 4096, 1 << 20])
+def test_payloads_of_any_size_come_back(check, size):
+    async def scenario(client):
+        data = (bytes(range(256)) * (size // 256 + 1))[:size]
+        assert await client.store([key("sized")], [data]) == [STORED]
+        bits, buffers = await client.load([key("sized")], [size])
+        assert bits == 1
+        assert buffers == [data]
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_load_writes_its_buffer_and_nothing_beside_it(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys, payloads)
+        arena = bytearray(b"\xaa" * 400)
+        view = memoryview(arena)
+        task = client.adapter.submit_load(keys, [view[20:120], view[140:240], view[260:360]])
+        assert await client.result("load", task) == 0b111
+        guard = b"\xaa" * 20
+        assert arena == guard + payloads[0] + guard + payloads[1] + guard + payloads[2] + b"\xaa" * 40
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_buffer_is_free_again_once_its_store_is_complete(check):
+    async def scenario(client):
+        buffer = bytearray(payload(1))
+        await client.store([key(1)], [buffer])
+        buffer[:] = bytes(100)
+        assert (await client.load([key(1)], [100]))[1] == [payload(1)]
+
+    check(scenario)
+
+
+@every_adapter
+def test_buffers_of_wider_items_are_taken_as_bytes(check):
+    async def scenario(client):
+        source = memoryview(bytearray(payload(3, 96))).cast("I", (4, 6))
+        target = bytearray(96)
+        task = client.adapter.submit_store([key(3)], [source])
+        assert await client.stored(task) == [STORED]
+        task = client.adapter.submit_load([key(3)], [memoryview(target).cast("Q")])
+        assert await client.result("load", task) == 1
+        assert target == payload(3, 96)
+
+    check(scenario)
+
+
+@every_adapter
+def test_wrong_buffers_are_the_callers_mistake_and_change_nothing(check):
+    async def scenario(client):
+        good = memoryview(bytearray(8))
+        for keys, buffers in [([key(1)], []), ([key(1), key(2)], [good]), ([key(1)], [good[::2]]), ([key(1)], [b"x"])]:
+            with pytest.raises(CallerError):
+                client.adapter.submit_store(keys, buffers)
+            with pytest.raises(CallerError):
+                client.adapter.submit_load(keys, buffers)
+        with pytest.raises(CallerError):
+            client.adapter.submit_load([key(1)], [memoryview(b"read-only")])
+        assert client.adapter.usage().objects == 0
+        assert client.gate.submitted == 0
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_load_of_another_size_is_a_miss_and_not_a_remembered_yes(check):
+    """R17 b: a lookup must not go on promising what no load can deliver."""
+
+    async def scenario(client):
+        for wrong_bytes in (0, 99, 101, 5000):
+            assert await client.store([key("odd")], [payload(1)]) == [STORED]
+            bits, _ = await client.load([key("odd")], [wrong_bytes])
+            assert bits == 0
+            assert await client.lookup([key("odd")]) == 0
+        assert client.strong.statistics().other_size == 4
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_store_of_another_size_replaces_the_record(check):
+    """R52: overwriting by another size must not leave phantom bytes."""
+
+    async def scenario(client):
+        for size in (100, 10, 180, 100):
+            assert await client.store([key("a")], [payload(1, size)]) == [STORED]
+            assert client.adapter.usage().bytes_used == record_bytes(key("a"), size)
+            assert (await client.load([key("a")], [size]))[1] == [payload(1, size)]
+
+    check(scenario, capacity_bytes=size_of(1, 200))
+
+
+# --- delete, scan, usage -------------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_a_deleted_object_is_gone(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys, payloads)
+        client.adapter.delete([keys[1], key("unknown"), keys[1]])
+        assert await client.lookup(keys) == 0b101
+        assert client.adapter.keys() == [keys[0], keys[2]]
+        assert (await client.load(keys, [100] * 3))[0] == 0b101
+        client.adapter.submit_unlock([keys[0], keys[2]])
+        await client.at_rest()
+        assert client.adapter.usage().bytes_used == size_of(2)
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_deleted_key_can_be_stored_again_at_once(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        for number in range(5):
+            client.adapter.delete(keys)
+            assert await client.store(keys, [payload(number)]) == [STORED]
+            assert (await client.load(keys, [100]))[1] == [payload(number)]
+        assert client.adapter.usage().objects == 1
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_key_deleted_while_it_is_written_is_gone_afterwards(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        client.gate.hold()
+        task = client.adapter.submit_store(keys, [memoryview(payloads[0])])
+        client.adapter.delete(keys)
+        client.gate.release()
+        assert await client.stored(task) == [STORED]
+        assert await client.lookup(keys) == 0
+        await client.at_rest()
+        assert client.adapter.usage().bytes_used == 0
+
+    check(scenario)
+
+
+@every_adapter
+def test_the_scan_lists_what_can_be_loaded(check):
+    async def scenario(client):
+        keys, payloads = many(20)
+        assert client.adapter.keys() == []
+        await client.store(keys, payloads)
+        assert sorted(client.adapter.keys()) == sorted(keys)
+
+    check(scenario)
+
+
+@every_adapter
+def test_usage_is_the_sum_of_what_is_there(check):
+    async def scenario(client):
+        usage = client.adapter.usage()
+        assert (usage.bytes_used, usage.objects, usage.locked) == (0, 0, 0)
+        assert usage.bytes_capacity == 10_000
+        keys, payloads = many(4)
+        await client.store(keys, payloads)
+        await client.store(keys, payloads)
+        usage = client.adapter.usage()
+        assert (usage.bytes_used, usage.objects) == (size_of(4), 4)
+
+    check(scenario, capacity_bytes=10_000)
+
+
+@every_adapter
+def test_store_and_delete_a_thousand_times_leave_nothing_behind(check):
+    """R52: counters that drift."""
+
+    async def scenario(client):
+        keys, payloads = many(20)
+        for _ in range(50):
+            assert await client.store(keys, payloads) == [STORED] * 20
+            client.adapter.delete(keys)
+        await client.at_rest()
+        usage = client.adapter.usage()
+        assert (usage.bytes_used, usage.objects, usage.locked) == (0, 0, 0)
+
+    check(scenario, capacity_bytes=size_of(20))
+
+
+# --- capacity and eviction -----------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_a_full_store_evicts_what_was_not_used_for_longest(check):
+    async def scenario(client):
+        keys, payloads = many(5)
+        await client.store(keys[:3], payloads[:3])
+        client.adapter.submit_unlock(keys[:1] if await client.lookup(keys[:1]) else [])
+        assert await client.store(keys[3:], payloads[3:]) == [STORED] * 2
+        assert client.adapter.keys() == [keys[0], keys[3], keys[4]]
+        assert client.adapter.usage().bytes_used == size_of(3)
+        assert client.strong.statistics().evictions == 2
+
+    check(scenario, capacity_bytes=size_of(3))
+
+
+@every_adapter
+def test_a_put_that_is_repeated_costs_no_room(check):
+    """R52: budget 2S; put a, put a again, put b: b is accepted and 2S are used."""
+
+    async def scenario(client):
+        keys, payloads = many(2)
+        assert await client.store(keys[:1], payloads[:1]) == [STORED]
+        assert await client.store(keys[:1], payloads[:1]) == [PRESENT]
+        assert await client.store(keys[1:], payloads[1:]) == [STORED]
+        assert client.adapter.usage().bytes_used == size_of(2)
+        assert await client.lookup(keys) == 0b11
+
+    check(scenario, capacity_bytes=size_of(2))
+
+
+@every_adapter
+def test_an_object_larger_than_the_store_is_refused_and_evicts_nothing(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        await client.store(keys, payloads)
+        assert await client.store([key("huge")], [payload(9, 10_000)]) == [FULL]
+        assert client.adapter.keys() == keys
+
+    check(scenario, capacity_bytes=size_of(3))
+
+
+@every_adapter
+def test_a_batch_larger_than_the_store_stops_at_the_capacity(check):
+    async def scenario(client):
+        keys, payloads = many(10)
+        answers = await client.store(keys, payloads)
+        assert answers == [STORED] * 4 + [FULL] * 6
+        assert client.adapter.usage().bytes_used == size_of(4)
+
+    check(scenario, capacity_bytes=size_of(4) + 50)
+
+
+@every_adapter
+def test_a_tenant_with_a_quota_evicts_only_its_own(check):
+    async def scenario(client):
+        a = [key(number, salt="a") for number in range(4)]
+        b = [key(number, salt="b") for number in range(4)]
+        for number in range(4):
+            assert await client.store([a[number], b[number]], [payload(number)] * 2) == [STORED] * 2
+        assert client.adapter.keys() == [b[0], b[1], a[2], b[2], a[3], b[3]]
+        assert await client.store([key("big", salt="a")], [payload(1, 1000)]) == [FULL]
+
+    one = record_bytes(key(0, salt="a"), 100)
+    check(scenario, capacity_bytes=20 * one, quota=Quota({"a": 2 * one}))
+
+
+@strong_locks
+def test_locked_objects_are_never_evicted(check):
+    async def scenario(client):
+        keys, payloads = many(4)
+        await client.store(keys[:2], payloads[:2])
+        assert await client.lookup(keys[:2]) == 0b11
+        assert await client.store(keys[2:3], payloads[2:3]) == [FULL]
+        assert (await client.load(keys[:2], [100] * 2))[1] == payloads[:2]
+        client.adapter.submit_unlock(keys[:1])
+        assert await client.store(keys[2:], payloads[2:]) == [STORED, FULL]
+        assert client.adapter.keys() == [keys[1], keys[2]]
+
+    check(scenario, capacity_bytes=size_of(2))
+
+
+@every_adapter
+def test_an_object_that_is_being_loaded_is_not_evicted(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        await client.store(keys[:1], payloads[:1])
+        client.gate.hold()
+        buffer = bytearray(100)
+        load = client.adapter.submit_load(keys[:1], [memoryview(buffer)])
+        assert await client.store(keys[1:], payloads[1:]) == [FULL]
+        client.gate.release()
+        assert await client.result("load", load) == 1
+        assert buffer == payloads[0]
+        assert await client.store(keys[1:], payloads[1:]) == [STORED]
+
+    check(scenario, capacity_bytes=size_of(1))
+
+
+@every_adapter
+def test_room_is_reserved_when_a_store_is_submitted(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        client.gate.hold()
+        first = client.adapter.submit_store(keys[:2], [memoryview(data) for data in payloads[:2]])
+        assert await client.store(keys[2:], payloads[2:]) == [FULL]
+        assert client.adapter.usage().bytes_used == 0
+        client.gate.release()
+        assert await client.stored(first) == [STORED] * 2
+
+    check(scenario, capacity_bytes=size_of(2))
+
+
+# --- two at once ---------------------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_a_store_of_a_present_key_needs_no_io(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys, payloads)
+        submitted = client.gate.submitted
+        assert await client.store(keys, payloads) == [PRESENT] * 3
+        assert client.gate.submitted == submitted
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_lookup_needs_no_io(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys, payloads)
+        client.gate.hold()
+        assert await client.lookup(keys) == 0b111
+        assert client.gate.held == []
+        client.gate.release()
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_second_store_of_a_key_joins_the_first(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        client.gate.hold()
+        tasks = [client.adapter.submit_store(keys, [memoryview(payloads[0])]) for _ in range(3)]
+        assert len(client.gate.held) == 1
+        client.gate.release()
+        assert [await client.stored(task) for task in tasks] == [[STORED], [PRESENT], [PRESENT]]
+        assert client.strong.statistics().bytes_in == 100
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_joined_store_of_another_size_has_the_last_word(check):
+    async def scenario(client):
+        client.gate.hold()
+        tasks = [client.adapter.submit_store([key(1)], [memoryview(payload(1, size))]) for size in (50, 80)]
+        client.gate.release()
+        assert [await client.stored(task) for task in tasks] == [[STORED], [STORED]]
+        assert (await client.load([key(1)], [80]))[1] == [payload(1, 80)]
+
+    check(scenario)
+
+
+@every_adapter
+def test_what_is_being_written_is_not_visible(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        client.gate.hold()
+        task = client.adapter.submit_store(keys, [memoryview(payloads[0])])
+        assert await client.lookup(keys) == 0
+        assert (await client.load(keys, [100]))[0] == 0
+        assert client.adapter.keys() == []
+        client.gate.release()
+        assert await client.stored(task) == [STORED]
+        assert await client.lookup(keys) == 1
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_store_during_a_deletion_waits_for_it(check):
+    async def scenario(client):
+        keys, _ = many(1)
+        await client.store(keys, [payload(1)])
+        client.gate.hold()
+        client.adapter.delete(keys)
+        tasks = [client.adapter.submit_store(keys, [memoryview(payload(2))]) for _ in range(2)]
+        assert len(client.gate.held) == 1
+        assert await client.lookup(keys) == 0
+        client.gate.release()
+        assert [await client.stored(task) for task in tasks] == [[STORED], [PRESENT]]
+        assert (await client.load(keys, [100]))[1] == [payload(2)]
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_store_of_an_evicted_key_waits_for_its_eviction(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys[:2], payloads[:2])
+        client.gate.hold()
+        first = client.adapter.submit_store(keys[2:], [memoryview(payloads[2])])
+        again = client.adapter.submit_store(keys[:1], [memoryview(payloads[0])])
+        assert len(client.gate.held) == 1
+        client.gate.release()
+        assert await client.stored(first) == [STORED]
+        assert await client.stored(again) == [STORED]
+        assert sorted(client.adapter.keys()) == sorted([keys[0], keys[2]])
+        assert (await client.load(keys[:1], [100]))[1] == payloads[:1]
+
+    check(scenario, capacity_bytes=size_of(2))
+
+
+# --- locks ---------------------------------------------------------------------------------------------------------
+
+
+@strong_locks
+def test_a_deleted_object_that_is_locked_goes_with_its_last_unlock(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        assert await client.lookup(keys * 2) == 0b11
+        client.adapter.delete(keys)
+        assert await client.lookup(keys) == 0
+        assert client.adapter.keys() == []
+        assert await client.store(keys, payloads) == [RETRY]
+        client.adapter.submit_unlock(keys)
+        assert (await client.load(keys, [100]))[1] == payloads
+        client.adapter.submit_unlock(keys)
+        assert (await client.load(keys, [100]))[0] == 0
+        await client.at_rest()
+        assert client.adapter.usage().bytes_used == 0
+        assert await client.store(keys, payloads) == [STORED]
+
+    check(scenario)
+
+
+@strong_locks
+def test_an_unlock_without_a_lock_is_counted_and_takes_nobody_elses(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        await client.store(keys[:1], payloads[:1])
+        client.adapter.submit_unlock([keys[0], key("unknown")])
+        assert client.strong.statistics().unlocks_unmatched == 2
+        assert await client.lookup(keys[:1]) == 1
+        client.adapter.submit_unlock(keys[1:])
+        assert client.adapter.usage().locked == 1
+        assert await client.store(keys[1:], payloads[1:]) == [FULL]
+        client.adapter.submit_unlock(keys[:1])
+        client.adapter.submit_unlock(keys[:1])
+        assert client.strong.statistics().unlocks_unmatched == 4
+        assert await client.store(keys[1:], payloads[1:]) == [STORED]
+
+    check(scenario, capacity_bytes=size_of(1))
+
+
+@strong_locks
+def test_an_unlock_needs_no_completed_lookup(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        task = client.adapter.submit_lookup_and_lock(keys)
+        assert client.adapter.usage().locked == 1
+        assert await client.result("lookup", task) == 1
+        client.adapter.submit_unlock(keys)
+        assert client.adapter.usage().locked == 0
+
+    check(scenario)
+
+
+@weak_locks
+def test_with_weak_locks_a_key_may_vanish_between_lookup_and_load(check):
+    async def scenario(client):
+        keys, payloads = many(3)
+        await client.store(keys[:2], payloads[:2])
+        assert await client.lookup(keys[:2]) == 0b11
+        assert client.adapter.usage().locked == 0
+        assert await client.store(keys[2:], payloads[2:]) == [STORED]
+        bits, buffers = await client.load(keys[:2], [100] * 2)
+        assert bits == 0b10
+        assert buffers[1] == payloads[1]
+        client.adapter.submit_unlock(keys[:2])
+
+    check(scenario, capacity_bytes=size_of(2))
+
+
+@weak_locks
+def test_an_unlock_of_a_weak_lock_unlocks_nothing_twice(check):
+    async def scenario(client):
+        keys, payloads = many(1)
+        await client.store(keys, payloads)
+        assert await client.lookup(keys * 3) == 0b111
+        client.adapter.submit_unlock(keys * 3)
+        assert client.strong.statistics().unlocks_unmatched == 0
+        assert client.adapter.unlocks_ignored == 3
+
+    check(scenario)
+
+
+# --- close and restart ---------------------------------------------------------------------------------------------
+
+
+@every_adapter
+def test_close_with_work_outstanding_announces_nothing_more(check):
+    async def scenario(client):
+        keys, payloads = many(2)
+        await client.store(keys[:1], payloads[:1])
+        before = [len(box.items) for box in client.notices.values()]
+        client.gate.hold()
+        store = client.adapter.submit_store(keys[1:], [memoryview(payloads[1])])
+        load = client.adapter.submit_load(keys[:1], [memoryview(bytearray(100))])
+        lookup = client.adapter.submit_lookup_and_lock(keys)
+        client.adapter.close()
+        client.gate.release()
+        await client.at_rest()
+        assert [len(box.items) for box in client.notices.values()] == before
+        assert store not in client.adapter.pop_completed_stores()
+        assert client.adapter.take_load(load) is None
+        assert client.adapter.take_lookup(lookup) is None
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_closed_adapter_takes_no_work_and_closes_again(check):
+    async def scenario(client):
+        client.adapter.close()
+        client.adapter.close()
+        client.adapter.submit_unlock([key(1)])
+        for call in (
+            lambda: client.adapter.submit_store([], []),
+            lambda: client.adapter.submit_lookup_and_lock([]),
+            lambda: client.adapter.submit_load([], []),
+            lambda: client.adapter.delete([]),
+        ):
+            with pytest.raises(CallerError):
+                call()
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_restart_finds_the_records_and_not_the_locks(check):
+    async def scenario(client, place):
+        keys, payloads = many(6)
+        await client.store(keys, payloads)
+        await client.lookup(keys[:3])
+        client.adapter.delete(keys[5:])
+        await client.at_rest()
+        client.close()
+        again = place.open(10_000)
+        usage = again.adapter.usage()
+        assert (usage.bytes_used, usage.objects, usage.locked) == (size_of(5), 5, 0)
+        assert sorted(again.adapter.keys()) == sorted(keys[:5])
+        assert await again.store(keys[:1], payloads[:1]) == [PRESENT]
+        bits, buffers = await again.load(keys, [100] * 6)
+        assert bits == 0b11111
+        assert buffers[:5] == payloads[:5]
+        again.close()
+
+    check(scenario)
+
+
+@every_adapter
+def test_a_restart_with_less_room_shrinks_to_it(check):
+    async def scenario(client, place):
+        keys, payloads = many(8)
+        await client.store(keys, payloads)
+        client.close()
+        again = place.open(size_of(3) + 5)
+        assert again.adapter.usage().objects == 3
+        assert again.adapter.usage().bytes_used == size_of(3)
+        assert (await again.load(again.adapter.keys(), [100] * 3))[0] == 0b111
+        again.close()
+
+    check(scenario)
+
+
+@every_adapter
+def test_the_index_stays_sound_under_many_overlapping_batches(check):
+    """All kinds of work in flight at once; every load is the right bytes or a miss, and nothing leaks."""
+
+    async def scenario(client):
+        async def user(number):
+            for step in range(12):
+                chosen = [key((number * 5 + step * 3 + offset) % 16) for offset in range(4)]
+                data = [payload(int(one.chunk_hash.rstrip(b".")), 100) for one in chosen]
+                await client.store(chosen, data)
+                found = await client.lookup(chosen)
+                held = [one for position, one in enumerate(chosen) if found >> position & 1]
+                bits, buffers = await client.load(chosen, [100] * 4)
+                assert all(buffers[i] == data[i] for i in range(4) if bits >> i & 1)
+                if client.adapter.lock_strength.kind is LockKind.STRONG:
+                    assert bits & found == found
+                if step % 3 == number % 3:
+                    client.adapter.delete(chosen[:1])
+                client.adapter.submit_unlock(held)
+                assert client.adapter.usage().bytes_used <= size_of(6)
+
+        async with asyncio.TaskGroup() as users:
+            for number in range(5):
+                users.create_task(user(number))
+        await client.at_rest()
+        assert client.adapter.usage().locked == 0
+        assert client.strong.statistics().unlocks_unmatched == 0
+        assert client.strong.statistics().load_hits > 0
+
+    check(scenario, capacity_bytes=size_of(6))

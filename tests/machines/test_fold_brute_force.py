@@ -1,0 +1,129 @@
+"""`fold` and `unfold` against an oracle that looks at one cell at a time and thinks in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from kvcore.bitmap import bits
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
+
+CHUNKS_MAX = 12
+
+
+@dataclass(frozen=True)
+class Lookup:
+    layout: CacheLayout
+    rows: tuple[int, ...]
+    chunks: int
+    prompt_tokens: int
+    skip_chunks: int
+
+
+def cell_is_used(lookup: Lookup, group: ObjectGroup, chunk: int, length: int) -> bool:
+    """Whether serving `length` chunks reads this cell: by the tokens inside it, one by one."""
+    size = lookup.layout.chunk_tokens
+    end = length * size  # the first token that is computed
+    if length == 0 or chunk >= length or chunk < lookup.skip_chunks:
+        return False
+    if group.kind is GroupKind.FULL:
+        return True
+    if group.kind is GroupKind.RECURRENT:
+        return (chunk + 1) * size == end
+    if end == lookup.prompt_tokens:
+        end -= 1
+    window = group.window_tokens
+    assert window is not None
+    # token `end` attends to itself and to the window - 1 tokens before it
+    return any(end - window < token < end for token in range(chunk * size, (chunk + 1) * size))
+
+
+def is_servable(lookup: Lookup, length: int) -> bool:
+    for row, present in zip(lookup.layout.rows, lookup.rows):
+        group = lookup.layout.groups[row.group]
+        full_hit = length > 0 and length * lookup.layout.chunk_tokens == lookup.prompt_tokens
+        if full_hit and group.kind is GroupKind.RECURRENT:
+            return False
+        for chunk in range(lookup.chunks):
+            if cell_is_used(lookup, group, chunk, length) and not present >> chunk & 1:
+                return False
+    return True
+
+
+@st.composite
+def groups(draw: st.DrawFn, chunk_tokens: int) -> ObjectGroup:
+    kind = draw(st.sampled_from(list(GroupKind)))
+    block_tokens = draw(st.sampled_from([size for size in range(1, chunk_tokens + 1) if chunk_tokens % size == 0]))
+    window = draw(st.integers(1, 3 * chunk_tokens + 2)) if kind is GroupKind.WINDOW else None
+    return ObjectGroup(kind, block_tokens, draw(st.integers(1, 9)), window)
+
+
+@st.composite
+def lookups(draw: st.DrawFn) -> Lookup:
+    chunk_tokens = draw(st.integers(1, 6))
+    members = tuple(draw(st.lists(groups(chunk_tokens), min_size=1, max_size=4)))
+    layout = CacheLayout(members, draw(st.integers(1, 3)), chunk_tokens)
+    chunks = draw(st.integers(0, CHUNKS_MAX))
+    # many ones: otherwise nearly nothing is ever servable
+    row = st.lists(st.integers(0, 5).map(bool), min_size=chunks, max_size=chunks)
+    rows = [sum(1 << chunk for chunk, there in enumerate(draw(row)) if there) for _ in layout.rows]
+    tail = draw(st.sampled_from([0, 0, 1, chunk_tokens - 1, chunk_tokens, 3 * chunk_tokens]))
+    skip_chunks = draw(st.just(0) | st.integers(0, chunks + 2))
+    return Lookup(layout, tuple(rows), chunks, chunks * chunk_tokens + tail, skip_chunks)
+
+
+@settings(max_examples=400, deadline=None)
+@given(lookups())
+def test_fold_gives_exactly_the_lengths_that_the_oracle_can_serve(lookup: Lookup) -> None:
+    expected = [length for length in range(lookup.chunks + 1) if is_servable(lookup, length)]
+    lengths = lookup.layout.fold(lookup.rows, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks)
+    assert list(bits(lengths)) == expected
+    assert lookup.layout.best(lengths) == expected[-1]
+    event(f"best is {'0' if expected[-1] == 0 else 'all' if expected[-1] == lookup.chunks else 'between'}")
+
+
+@settings(max_examples=400, deadline=None)
+@given(lookups())
+def test_unfold_names_exactly_the_cells_that_the_oracle_reads(lookup: Lookup) -> None:
+    layout = lookup.layout
+    for length in bits(layout.fold(lookup.rows, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks)):
+        needed = layout.unfold(length, lookup.prompt_tokens, lookup.skip_chunks)
+        for row in layout.rows:
+            group = layout.groups[row.group]
+            expected = [chunk for chunk in range(lookup.chunks) if cell_is_used(lookup, group, chunk, length)]
+            assert list(bits(needed[row.index])) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(lookups(), st.data())
+def test_a_length_is_served_by_what_unfold_keeps_and_by_nothing_less(lookup: Lookup, data: st.DataObject) -> None:
+    layout, chunks, tokens, skip = lookup.layout, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks
+    length = data.draw(st.sampled_from(list(bits(layout.fold(lookup.rows, chunks, tokens, skip)))))
+    kept = layout.unfold(length, tokens, skip)
+    assert layout.fold(kept, chunks, tokens, skip) >> length & 1
+    for row, mask in enumerate(kept):
+        for chunk in bits(mask):
+            less = [*kept]
+            less[row] ^= 1 << chunk
+            assert not layout.fold(less, chunks, tokens, skip) >> length & 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(lookups())
+def test_explain_agrees_with_fold(lookup: Lookup) -> None:
+    layout, chunks, tokens, skip = lookup.layout, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks
+    lengths = layout.fold(lookup.rows, chunks, tokens, skip)
+    for length in range(chunks + 1):
+        text = layout.explain(lookup.rows, chunks, tokens, length, skip)
+        assert text.endswith(": servable") == bool(lengths >> length & 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lookups())
+def test_usable_tokens_leave_at_least_one_to_compute(lookup: Lookup) -> None:
+    layout, tokens = lookup.layout, lookup.prompt_tokens
+    for length in bits(layout.fold(lookup.rows, lookup.chunks, tokens, lookup.skip_chunks)):
+        usable = layout.usable_tokens(length, tokens)
+        assert usable == min(length * layout.chunk_tokens, max(tokens - 1, 0))

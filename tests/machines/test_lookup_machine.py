@@ -1,0 +1,217 @@
+"""`LookupState` against a model of several servers and a network that loses, delays, repeats and reorders replies.
+
+The model server holds leases from its LOOKUP until the first RELEASE that reaches it; each lookup's leases are released
+exactly once. The model network keeps every message and lets Hypothesis deliver, repeat or lose it. Only the direction
+client to server is ordered, as one connection is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcore.lookup import Action, ActionKind, LookupOutcome, LookupState, Pace
+
+CHUNKS = 5
+DEADLINE_NS = 1_000
+PACE = Pace(poll_ns=7, poll_ns_max=50)
+
+
+@dataclass
+class ModelServer:
+    """What a server promises: QUERY is idempotent, RELEASE ends the leases, a restart forgets everything."""
+
+    lengths: int
+    polls_left: int
+    knows: bool = False
+    leases: bool = False
+    acknowledged: bool = False  # the ack has been delivered to the client
+    releases: int = 0
+    settled: int | None = None
+    restarted: bool = False
+    queries: int = 0
+
+    def query(self) -> str:
+        self.queries += 1
+        if not self.knows:
+            return "unknown"
+        if self.polls_left > 0:
+            self.polls_left -= 1
+            return "pending"
+        return "ready"
+
+    def release(self) -> None:
+        if self.leases:
+            self.releases += 1
+        self.leases = self.knows = False
+
+
+class LookupMachine(RuleBasedStateMachine):
+    @initialize(servers=st.lists(st.tuples(st.integers(0, 2**CHUNKS - 1), st.integers(0, 3)), min_size=1, max_size=3))
+    def start(self, servers: list[tuple[int, int]]) -> None:
+        self.now_ns = 0
+        self.state = LookupState(len(servers), CHUNKS, DEADLINE_NS, PACE)
+        self.servers = [ModelServer(lengths << 1 | 1, polls) for lengths, polls in servers]
+        self.up: list[deque[Action | str]] = [deque(["lookup"]) for _ in servers]
+        self.down: list[list[tuple[str, int]]] = [[] for _ in servers]
+        self.outstanding = [0] * len(servers)  # queries without any reply delivered or declared lost
+        self.fixed: LookupOutcome | None = None
+        self.last_pending_ns: dict[int, int] = {}
+        self.settled: int | None = None
+
+    # --- the client's actions --------------------------------------------------------------------------------------
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            server = self.servers[action.server]
+            if action.kind is ActionKind.QUERY:
+                assert server.acknowledged, "QUERY before the acknowledgement"
+                assert self.outstanding[action.server] == 0, "two queries at once"
+                assert self.last_pending_ns.get(action.server, -1) < self.now_ns, "an immediate re-query"
+                assert self.state.outcome is None, "a query after the outcome"
+                self.outstanding[action.server] += 1
+            self.up[action.server].append(action)
+
+    # --- the network -----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: any(self.up))
+    @rule(data=st.data())
+    def a_message_reaches_its_server(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from([i for i, queue in enumerate(self.up) if queue]))
+        message, server = self.up[index].popleft(), self.servers[index]
+        if message == "lookup":
+            server.knows = server.leases = True
+            self.down[index].append(("ack", 0))
+            return
+        assert isinstance(message, Action)
+        if message.kind is ActionKind.QUERY:
+            self.down[index].append((server.query(), message.serial))
+        elif message.kind is ActionKind.SETTLE:
+            server.settled = message.length
+        else:
+            server.release()
+
+    @precondition(lambda self: any(queue and queue[0] == "lookup" for queue in self.up))
+    @rule(data=st.data())
+    def a_lookup_is_lost(self, data: st.DataObject) -> None:
+        lost = [i for i, queue in enumerate(self.up) if queue and queue[0] == "lookup"]
+        self.up[data.draw(st.sampled_from(lost))].popleft()
+
+    @precondition(lambda self: any(self.down))
+    @rule(data=st.data(), again=st.booleans())
+    def a_reply_reaches_the_client(self, data: st.DataObject, again: bool) -> None:
+        index = data.draw(st.sampled_from([i for i, replies in enumerate(self.down) if replies]))
+        position = data.draw(st.integers(0, len(self.down[index]) - 1))
+        kind, serial = self.down[index][position] if again else self.down[index].pop(position)
+        self.deliver(index, kind, serial)
+
+    @precondition(lambda self: any(self.down))
+    @rule(data=st.data())
+    def a_reply_is_lost(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from([i for i, replies in enumerate(self.down) if replies]))
+        kind, serial = self.down[index].pop()
+        if kind != "ack" and self.state.outcome is None and serial == self.servers[index].queries:
+            self.outstanding[index] = 0
+            self.perform(self.state.lost(index, serial, self.now_ns))
+            self.last_pending_ns[index] = self.now_ns
+
+    def deliver(self, index: int, kind: str, serial: int) -> None:
+        state, server = self.state, self.servers[index]
+        current = state.phases[index].value == "asked" and state._parts[index].serial == serial
+        if kind != "ack" and current:
+            self.outstanding[index] = 0
+        if kind == "ack":
+            server.acknowledged = True
+            self.perform(state.acknowledged(index, self.now_ns))
+        elif kind == "pending":
+            if current:
+                self.last_pending_ns[index] = self.now_ns
+            self.perform(state.pending(index, serial, self.now_ns))
+        elif kind == "ready":
+            self.perform(state.ready(index, serial, server.lengths))
+        else:
+            self.perform(state.unknown(index, serial))
+
+    # --- the world -------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def a_server_restarts(self, data: st.DataObject) -> None:
+        server = self.servers[data.draw(st.integers(0, len(self.servers) - 1))]
+        server.knows = server.leases = False
+        server.restarted = True
+
+    @rule(step_ns=st.integers(1, 120))
+    def time_passes(self, step_ns: int) -> None:
+        self.now_ns += step_ns
+        self.perform(self.state.tick(self.now_ns))
+
+    @precondition(lambda self: self.state.outcome is not None and self.settled is None)
+    @rule(data=st.data())
+    def the_engine_settles(self, data: st.DataObject) -> None:
+        outcome = self.state.outcome
+        assert outcome is not None
+        self.settled = data.draw(st.sampled_from([i for i in range(CHUNKS + 1) if outcome.lengths >> i & 1]))
+        self.perform(self.state.settle(self.settled))
+
+    @precondition(lambda self: self.settled is None)
+    @rule()
+    def the_engine_aborts(self) -> None:
+        self.settled = 0
+        self.perform(self.state.release())
+
+    # --- what must hold --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def an_outcome_is_fixed_once(self) -> None:
+        if self.fixed is None:
+            self.fixed = self.state.outcome
+        assert self.state.outcome == self.fixed
+
+    @invariant()
+    def a_promise_is_what_every_server_can_serve(self) -> None:
+        if self.fixed is not None and not self.fixed.reason:
+            expected = (1 << CHUNKS + 1) - 1
+            for server in self.servers:
+                expected &= server.lengths
+            assert self.fixed.lengths == expected
+        elif self.fixed is not None:
+            assert self.fixed.lengths == 1
+
+    @invariant()
+    def past_the_deadline_there_is_an_outcome(self) -> None:
+        assert self.now_ns < DEADLINE_NS or self.state.outcome is not None
+
+    @invariant()
+    def leases_are_released_at_most_once(self) -> None:
+        assert all(server.releases <= 1 for server in self.servers)
+
+    def teardown(self) -> None:
+        """Everything that is under way arrives; the engine ends the lookup; no server holds anything."""
+        if not hasattr(self, "state"):
+            return
+        self.perform(self.state.tick(max(self.now_ns, DEADLINE_NS)))
+        self.now_ns = max(self.now_ns, DEADLINE_NS)
+        self.perform(self.state.release())
+        while any(self.up) or any(self.down):
+            for index in range(len(self.servers)):
+                while self.up[index]:
+                    message = self.up[index].popleft()
+                    if message == "lookup":
+                        self.servers[index].knows = self.servers[index].leases = True
+                        self.down[index].append(("ack", 0))
+                    elif isinstance(message, Action) and message.kind is ActionKind.RELEASE:
+                        self.servers[index].release()
+                for kind, serial in self.down[index]:
+                    self.deliver(index, kind, serial)
+                self.down[index].clear()
+        for server in self.servers:
+            assert not server.leases, "a server still holds leases of a lookup that is over"
+            assert server.releases <= 1
+
+
+TestLookup = LookupMachine.TestCase
+TestLookup.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,135 @@
+"""The envelope: no damaged record passes, and each kind of damage has its name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.keys import ObjectKey
+from kvcore.l2 import envelope
+from kvcore.l2.envelope import Defect, Header, check_record, encode_header, parse_header
+
+KEY = ObjectKey(bytes(range(32)), "model", 3, 1, "tenant")
+OTHER = ObjectKey(bytes(range(1, 33)), "model", 3, 1, "tenant")
+PAYLOAD = bytes(range(40))
+
+
+def record_of(key=KEY, payload=PAYLOAD):
+    return encode_header(key, payload) + payload
+
+
+def judge(record, key=KEY, room=len(PAYLOAD)):
+    """Read a record as a store does (one byte more than asked for shows a longer one) and check it."""
+    head_bytes = envelope.header_bytes(key)
+    head = bytearray(record[:head_bytes]).ljust(head_bytes, b"\0")
+    payload = bytearray(record[head_bytes : head_bytes + room]).ljust(room, b"\0")
+    bytes_read = min(len(record), head_bytes + room + 1)
+    return check_record(key, bytes(head), memoryview(payload), bytes_read)
+
+
+def test_an_intact_record_has_no_defect():
+    assert judge(record_of()) is None
+
+
+def test_a_record_is_as_long_as_announced():
+    assert len(record_of()) == envelope.record_bytes(KEY, len(PAYLOAD))
+    assert len(encode_header(KEY, b"")) == envelope.header_bytes(KEY)
+
+
+def test_every_single_flipped_bit_is_found():
+    record = record_of()
+    for bit in range(8 * len(record)):
+        damaged = bytearray(record)
+        damaged[bit // 8] ^= 1 << bit % 8
+        expected = Defect.FOREIGN if bit < 64 else Defect.STALE_VERSION if bit < 96 else Defect.FLIPPED
+        assert judge(bytes(damaged)) is expected, f"bit {bit}"
+
+
+def test_every_truncation_is_found():
+    record = record_of()
+    for length in range(len(record)):
+        assert judge(record[:length]) is (Defect.SHORT if length < 64 else Defect.TORN), f"{length} bytes"
+
+
+@pytest.mark.parametrize("extra", [1, 2, 1000])
+def test_bytes_behind_a_record_are_found(extra):
+    assert judge(record_of() + bytes(extra)) is Defect.LONG
+
+
+def test_the_record_of_another_key_is_foreign():
+    assert judge(record_of(OTHER)) is Defect.FOREIGN
+    assert judge(record_of(OTHER._replace(model_name="a longer name"))) is Defect.FOREIGN
+    assert judge(record_of(OTHER._replace(cache_salt=""))) is Defect.FOREIGN
+
+
+def test_a_header_does_not_vouch_for_another_payload_of_the_same_size():
+    assert judge(encode_header(KEY, PAYLOAD) + PAYLOAD[::-1]) is Defect.FLIPPED
+
+
+def test_the_payload_of_another_key_under_our_header_is_found():
+    swapped = bytearray(record_of())
+    swapped[-len(PAYLOAD) :] = record_of(OTHER, bytes(40))[-len(PAYLOAD) :]
+    assert judge(bytes(swapped)) is Defect.FLIPPED
+
+
+@pytest.mark.parametrize("room", [0, 1, 39, 41, 4000])
+def test_an_intact_record_of_another_size_is_named_so(room):
+    assert judge(record_of(), room=room) is Defect.OTHER_SIZE
+
+
+def test_a_torn_record_is_torn_whatever_the_buffer():
+    assert judge(record_of()[:-1], room=100) is Defect.TORN
+    assert judge(record_of()[:-20], room=30) is Defect.TORN
+    assert judge(record_of() + b"x", room=100) is Defect.LONG
+
+
+def test_another_format_version_is_stale_before_anything_else_is_believed():
+    record = bytearray(record_of())
+    record[8:10] = (envelope.FORMAT_VERSION + 1).to_bytes(2, "little")
+    assert judge(bytes(record)) is Defect.STALE_VERSION
+    record[40:] = bytes(len(record) - 40)
+    assert judge(bytes(record)) is Defect.STALE_VERSION
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 10, b"x" * 64, bytes(64), bytes(4096)])
+def test_rubbish_is_no_record(data):
+    assert judge(data) is (Defect.SHORT if len(data) < 64 else Defect.FOREIGN)
+
+
+@given(st.binary(max_size=300))
+def test_no_random_bytes_pass(data):
+    assert judge(data) is not None
+    assert judge(envelope.MAGIC + data) is not None
+
+
+@given(st.binary(max_size=200), st.integers(0, 10_000), st.binary(min_size=1, max_size=8))
+def test_no_overwritten_stretch_passes(payload, position, stretch):
+    record = record_of(KEY, payload)
+    position %= len(record)
+    damaged = bytearray(record)
+    damaged[position : position + len(stretch)] = stretch[: len(record) - position]
+    verdict = judge(bytes(damaged), room=len(payload))
+    assert (verdict is None) == (bytes(damaged) == record)
+
+
+def test_the_header_alone_tells_key_and_sizes():
+    head = encode_header(KEY, PAYLOAD)
+    header = parse_header(head)
+    assert isinstance(header, Header)
+    assert (header.header_bytes, header.payload_bytes) == (len(head), 40)
+    assert envelope.key_of(header, head) == head[64:]
+    assert envelope.key_of(header, head[:-1]) is Defect.TORN
+    assert envelope.key_of(header, head[:-1] + b"\xff") is Defect.FLIPPED
+
+
+def test_the_format_does_not_change_by_accident():
+    """A record written by version 1, byte for byte."""
+    record = record_of(ObjectKey(b"\x01" * 32, "m", 0), b"payload")
+    assert record[:12].hex() == "4b56434f52454c32" + "0100" + "0000"
+    assert int.from_bytes(record[12:16], "little") == envelope.header_bytes(ObjectKey(b"\x01" * 32, "m", 0))
+    assert int.from_bytes(record[16:24], "little") == 7
+    assert record[56:64].hex() + record[-7:].hex() == GOLDEN_CHECK + b"payload".hex()
+
+
+GOLDEN_CHECK = "12f076ef274e7a03"
