@@ -98,7 +98,7 @@ class ByteBudget:
         assert grant.bytes_wanted >= 0
 
     def admit(self) -> list[Grant]:
-        """The grants that hold their bytes from now on: those that cost nothing, and the head of the line while it fits."""
+        """The grants that hold bytes from now on: those that cost nothing, and the head of the line while it fits."""
         ready: list[Grant] = [grant for grant in self._queue if grant.bytes_wanted == 0]
         for grant in ready:
             self._leave(grant)

@@ -316,14 +316,11 @@ class L1Cache:
         return self._arena.view(slot)
 
     def statistics(self) -> L1Statistics:
-        c = self._counters
         return L1Statistics(
             bytes_capacity=self._arena.capacity_bytes,
             bytes_used=self._room.bytes_used,
             bytes_free=self._arena.bytes_free,
-            bytes_resident=c.bytes_resident,
             bytes_staging=self._staging.bytes,
-            bytes_draining=c.bytes_draining,
             quarantined_bytes=sum(s.extent for s in self._holds.slots_named() if s.state is _DRAINING),
             largest_free=self._arena.largest_free,
             objects_resident=len(self._resident),
@@ -331,13 +328,8 @@ class L1Cache:
             objects_draining=len(self._draining),
             leases=self._leases.count,
             holds=self._holds.count,
-            published=c.published,
-            discarded=c.discarded,
-            evictions=c.evictions,
             expired_leases=self._leases.expired,
-            expired_writes=c.expired_writes,
-            mismatches=c.mismatches,
-            no_space=c.no_space,
+            **self._counters.shown(),
         )
 
     def check(self) -> None:

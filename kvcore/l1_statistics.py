@@ -29,6 +29,10 @@ class L1Counters:
         self.mismatches = 0
         self.no_space = 0
 
+    def shown(self) -> dict[str, int]:
+        """Every counter under its own name, which is its field in `L1Statistics`."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(frozen=True, slots=True)
 class L1Statistics:

@@ -60,6 +60,7 @@ class Floors:
     requests: int = 1
     loads_verified: int = 0
     stores_verified: int = 0
+    preemptions: int = 0
     preemptions_store_inflight: int = 0
     fences_waited: int = 0
     stores_cancelled: int = 0

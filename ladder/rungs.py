@@ -16,8 +16,8 @@ One `Stage` per configuration: the engine, its oracles, the connector and the wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvcore.connectors.interface import Connector
@@ -78,6 +78,10 @@ class Cache(Connector, Protocol):
         """Cells under lease for the request's lookup, and the chunks it was told to skip. None: there is no lookup."""
         ...
 
+    def lookup_of(self, request_id: str) -> int:
+        """A number that changes with every new lookup of the request."""
+        ...
+
     def stores_inflight(self, request_id: str) -> int: ...
 
     def counters(self) -> dict[str, int]: ...
@@ -98,6 +102,8 @@ class StageParts:
     cache: Cache
     seed: int
     host_ahead: bool = True
+    idle_step_ns: int = 400_000
+    floors: Mapping[str, Floors] = field(default_factory=lambda: FLOORS)
 
 
 class LadderOracle(EngineOracle):
@@ -118,10 +124,15 @@ class LadderOracle(EngineOracle):
         self.hashes: dict[str, list[bytes]] = {}  # of each request's whole sequence
         self.ideal: Collection[Cell] = ()
         self.tokens_of: Callable[[str], int] = lambda request_id: 0
+        self._judged: dict[str, tuple[int, int | None, int]] = {}
         self.tokens_loaded = 0
         self.tokens_loadable = 0
 
     def asked(self, request_id: str, local_tokens: int, answer: int | None) -> None:
+        question = (local_tokens, answer, self._cache.lookup_of(request_id))
+        if self._judged.get(request_id) == question:
+            return  # the same answer to the same question, on the strength of the same lookup
+        self._judged[request_id] = question
         held = self._cache.held(request_id) if answer is not None else None
         if held is None:
             return
@@ -146,7 +157,7 @@ class Stage:
         self._parts = parts
         self._oracle = LadderOracle(parts)
         self._expected: dict[str, list[int]] = {}
-        roomy = EngineConfig(num_blocks=ROOMY_BLOCKS, host_ahead=parts.host_ahead)
+        roomy = self._config(ROOMY_BLOCKS)
         shape = (parts.model, parts.layout, parts.memory, parts.devices)
         self._alone = Engine(roomy, *shape)
         self._cached = Engine(roomy, *shape, parts.cache, self._oracle)
@@ -175,7 +186,7 @@ class Stage:
         for name, value in self._reading().items():
             setattr(counts, name, value - before[name])
         problems = self._parts.findings.take()
-        return RungResult(rung, counts, problems or FLOORS[rung].unmet(counts))
+        return RungResult(rung, counts, problems or self._parts.floors[rung].unmet(counts))
 
     async def _prepare(self, rung: str) -> None:
         parts = self._parts
@@ -187,7 +198,15 @@ class Stage:
         await parts.cache.settle()
         self._oracle.ideal = parts.cache.ever_published()
         own = rung not in ("3b", "replay")  # there, every chunk comes from the cache, none from the engine's own
-        self._cached.configure(EngineConfig(num_blocks=blocks, prefix_cache=own, host_ahead=parts.host_ahead))
+        self._cached.configure(self._config(blocks, prefix_cache=own))
+
+    def _config(self, num_blocks: int, prefix_cache: bool = True) -> EngineConfig:
+        return EngineConfig(
+            num_blocks=num_blocks,
+            prefix_cache=prefix_cache,
+            host_ahead=self._parts.host_ahead,
+            idle_step_ns=self._parts.idle_step_ns,
+        )
 
     def _tight_blocks(self) -> int:
         """A little more than the largest request needs, so that running requests soon starve each other."""
@@ -219,7 +238,7 @@ class Stage:
             self._expected[spec.request_id] = parts.truth.tokens(spec.prompt, spec.output_tokens)
             self._count(counts, spec, tokens)
             self._oracle.hashes[spec.request_id] = parts.truth.register(spec.request_id, [*spec.prompt, *tokens])
-        self._alone.configure(EngineConfig(num_blocks=ROOMY_BLOCKS))
+        self._alone.configure(self._config(ROOMY_BLOCKS))
         return counts
 
     async def _compare(self, engine: Engine) -> RungCounts:

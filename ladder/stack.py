@@ -282,10 +282,12 @@ class CacheStack:
         tracker = self._scheduler.tracker(request_id)
         if tracker is None or not tracker.looked_up_tokens:
             return None
-        cells = {
-            cell_of(key) for server in self.servers for key in server.l1.protected(tracker.session)
-        }
+        cells = {cell_of(key) for server in self.servers for key in server.l1.protected(tracker.session)}
         return cells, tracker.skip_chunks
+
+    def lookup_of(self, request_id: str) -> int:
+        tracker = self._scheduler.tracker(request_id)
+        return -1 if tracker is None else tracker.generation
 
     def stores_inflight(self, request_id: str) -> int:
         return sum(worker.inflight_stores(request_id) for worker in self._workers)

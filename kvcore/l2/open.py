@@ -46,6 +46,8 @@ def open_adapter(
 ) -> IndexedAdapter:
     """The adapter that `url` names, opened. ConfigError: one line that says what is wrong with it. Blocking."""
     parts = urlsplit(url)
+    if not parts.scheme:
+        raise ConfigError("an L2 store is named by a URL with a scheme: file:///var/cache/kv for a directory, memory:")
     _check_known("L2 scheme", parts.scheme, _OPTIONS)
     options = _options(parts)
     name = options.get("name", parts.scheme)

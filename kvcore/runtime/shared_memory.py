@@ -138,8 +138,9 @@ def _is_full(error: Exception) -> bool:
 
 
 def _check_name(segment: str) -> None:
-    allowed = segment.replace("-", "").replace("_", "")
-    if not segment.startswith(_PREFIX) or not allowed.isalnum() or not allowed.isascii():
+    token = segment.removeprefix(_PREFIX)
+    plain = token.replace("-", "").replace("_", "")
+    if token == segment or not (plain.isalnum() and plain.isascii()):
         raise CallerError(f"a segment is named {_PREFIX} and letters, digits, - or _, not {segment!r}")
     if len(segment) > _NAME_CHARS_MAX:
         raise CallerError(f"the segment name {segment!r} is longer than {_NAME_CHARS_MAX} characters")

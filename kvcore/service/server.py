@@ -42,6 +42,7 @@ from kvcore.leases import Owner
 from kvcore.placement import Placement
 from kvcore.ports import Clock, ServerTransport
 from kvcore.service import protocol as wire
+from kvcore.service.checks import LimitChecks, RefusedError, too_large
 from kvcore.service.peers import ConnectionTable
 from kvcore.service.protocol import Error, ErrorCode, Header, Identity, Message, Reply, ServerLimits
 from kvcore.service.workers import WorkerDesk, WorkerStorage
@@ -106,15 +107,6 @@ class ServerStatistics:
     reads_open: int
 
 
-class _RefusedError(Exception):
-    """A request that is answered with an error; arguments: code, text."""
-
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        super().__init__(code, text)
-        self.code = code
-        self.text = text
-
-
 class CacheServer:
     """See the module text. `index` is this server's position in the placement."""
 
@@ -145,6 +137,7 @@ class CacheServer:
         self._index = index
         self._config = config if config is not None else ServerConfig()
         self._limits = limits if limits is not None else ServerLimits()
+        self._checks = LimitChecks(self._limits)
         self._on_bug = on_bug
         self._incarnation = 1 + (int(clock.token(8), 16) >> 1)
         self._connections = ConnectionTable(self._limits.connections_max)
@@ -285,7 +278,7 @@ class CacheServer:
             assert header is not None
             self._by_operation[str(request.__struct_config__.tag)] += 1
             return self._execute(header, request)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             return Error(refused.code, refused.text)
         except wire.UndecodableError as error:
             return Error(error.code, error.text)
@@ -304,12 +297,12 @@ class CacheServer:
     def _decode(self, header: Header | None, payload: bytes) -> wire.Request:
         if len(payload) > self._limits.frame_bytes_max:
             limit = self._limits.frame_bytes_max
-            raise _RefusedError(ErrorCode.TOO_LARGE, f"a frame of {len(payload)} bytes; the limit is {limit}")
+            raise RefusedError(ErrorCode.TOO_LARGE, f"a frame of {len(payload)} bytes; the limit is {limit}")
         if header is None:
-            raise _RefusedError(ErrorCode.MALFORMED, "this is not a kvcore frame")
+            raise RefusedError(ErrorCode.MALFORMED, "this is not a kvcore frame")
         if header.version != wire.PROTOCOL_VERSION:
             ours = wire.PROTOCOL_VERSION
-            raise _RefusedError(
+            raise RefusedError(
                 ErrorCode.VERSION, f"protocol version: the server speaks {ours}, the client {header.version}"
             )
         return wire.read_request(payload)
@@ -318,11 +311,11 @@ class CacheServer:
         if isinstance(request, wire.Hello):
             return self._hello(header, request)
         if header.incarnation != self._incarnation:
-            raise _RefusedError(ErrorCode.STALE_INCARNATION, "this was meant for an earlier life of the server")
+            raise RefusedError(ErrorCode.STALE_INCARNATION, "this was meant for an earlier life of the server")
         if not self._connections.known(header.connection):
-            raise _RefusedError(ErrorCode.HELLO_REQUIRED, "this connection has not shaken hands, or was forgotten")
+            raise RefusedError(ErrorCode.HELLO_REQUIRED, "this connection has not shaken hands, or was forgotten")
         if not self._connections.admit(header.connection, header.request_id):
-            raise _RefusedError(ErrorCode.DUPLICATE, f"request {header.request_id} or a later one has been executed")
+            raise RefusedError(ErrorCode.DUPLICATE, f"request {header.request_id} or a later one has been executed")
         return self._operations[type(request)](header, request)
 
     def _hello(self, header: Header, request: wire.Hello) -> Reply:
@@ -330,9 +323,9 @@ class CacheServer:
         if not difference and request.server_index != self._index:
             difference = f"server index: this is server {self._index}, the client expects {request.server_index}"
         if difference:
-            raise _RefusedError(ErrorCode.MISMATCH, difference)
+            raise RefusedError(ErrorCode.MISMATCH, difference)
         if header.request_id == 0:
-            raise _RefusedError(ErrorCode.INVALID, "request ids begin at 1")
+            raise RefusedError(ErrorCode.INVALID, "request ids begin at 1")
         self._connections.greet(header.connection, header.request_id)
         return wire.Welcome(self._limits)
 
@@ -344,8 +337,8 @@ class CacheServer:
         session = self._sessions.prepare(request.session, request.base, request.base_hash, request.hashes, now_ns)
         if session is None:
             if request.base > 0:
-                raise _RefusedError(ErrorCode.BASE_MISMATCH, "these are not the hashes this session has; send all")
-            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.sessions_max} sessions are open")
+                raise RefusedError(ErrorCode.BASE_MISMATCH, "these are not the hashes this session has; send all")
+            raise RefusedError(ErrorCode.BUSY, f"{self._limits.sessions_max} sessions are open")
         hashes = tuple(session.hashes)
         masks = self._placement.masks(self._layout, hashes, self._index)
 
@@ -366,18 +359,18 @@ class CacheServer:
 
     def _check_lookup(self, request: wire.Lookup) -> None:
         limits = self._limits
-        self._check_name(request.session)
-        self._check_salt(request.salt)
+        self._checks.name(request.session)
+        self._checks.salt(request.salt)
         chunks = request.base + len(request.hashes)
         if chunks > limits.chunks_per_session_max:
-            raise _too_large("chunks of a session", chunks, limits.chunks_per_session_max)
+            raise too_large("chunks of a session", chunks, limits.chunks_per_session_max)
         if request.timeout_ms > limits.lookup_timeout_ms_max:
-            raise _too_large("timeout_ms", request.timeout_ms, limits.lookup_timeout_ms_max)
+            raise too_large("timeout_ms", request.timeout_ms, limits.lookup_timeout_ms_max)
         if chunks * self._layout.chunk_tokens > request.prompt_tokens:
             raise CallerError(f"{chunks} chunks are more than a prompt of {request.prompt_tokens} tokens has")
         if chunks == 0:
             raise CallerError("a lookup names at least one chunk")
-        self._check_hashes(request.hashes)
+        self._checks.hashes(request.hashes)
 
     def _query(self, header: Header, request: wire.Query) -> Reply:
         name = LookupName(header.connection, request.generation, request.epoch)
@@ -391,7 +384,7 @@ class CacheServer:
     def _settle(self, header: Header, request: wire.Settle) -> Reply:
         name = LookupName(header.connection, request.generation, request.epoch)
         if request.length > self._limits.chunks_per_session_max:
-            raise _too_large("length", request.length, self._limits.chunks_per_session_max)
+            raise too_large("length", request.length, self._limits.chunks_per_session_max)
         done = self._sessions.settle(request.session, name, request.length, self._clock.now_ns())
         return wire.Done() if done else wire.Unknown()
 
@@ -406,9 +399,9 @@ class CacheServer:
     # --- workers ---------------------------------------------------------------------------------------------------
 
     def _register(self, header: Header, request: wire.Register) -> Reply:
-        self._check_name(request.worker)
+        self._checks.name(request.worker)
         if not self._desk.register(request.worker, request.rank, self._clock.now_ns()):
-            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
+            raise RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
         return wire.Done()
 
     def _unregister(self, header: Header, request: wire.Unregister) -> Reply:
@@ -422,21 +415,21 @@ class CacheServer:
 
     def _store(self, header: Header, request: wire.Store) -> Reply:
         self._check_worker(request.worker, request.rank)
-        self._check_name(request.tag)
-        self._check_salt(request.salt)
-        self._check_batch(request.cells)
-        self._check_hashes([chunk_hash for _, chunk_hash in request.cells])
+        self._checks.name(request.tag)
+        self._checks.salt(request.salt)
+        self._checks.batch(request.cells)
+        self._checks.hashes([chunk_hash for _, chunk_hash in request.cells])
         keys = [self._key(chunk_hash, request.rank, group, request.salt) for group, chunk_hash in request.cells]
         sizes = [self._layout.cell_bytes(group) for group, _ in request.cells]
         deadline_ns = self._clock.now_ns() + self._config.store_lease_ns
         stored = self._desk.store(request.worker, request.tag, keys, sizes, deadline_ns)
         if stored is None:
-            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
+            raise RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
         return wire.Reserved(self._config.segment, *stored)
 
     def _commit(self, header: Header, request: wire.Commit) -> Reply:
         self._check_worker(request.worker)
-        done = self._check_bits(request.done)
+        done = self._checks.bits(request.done)
         return self._finished(self._desk.commit(request.worker, request.tag, done))
 
     def _abort(self, header: Header, request: wire.Abort) -> Reply:
@@ -445,7 +438,7 @@ class CacheServer:
 
     def _retrieve(self, header: Header, request: wire.Retrieve) -> Reply:
         self._check_worker(request.worker, request.rank)
-        self._check_batch(request.cells)
+        self._checks.batch(request.cells)
         found = self._sessions.owner_of(request.session, request.generation, self._clock.now_ns())
         if found is None:
             return wire.Granted(self._config.segment, [None] * len(request.cells))
@@ -455,17 +448,17 @@ class CacheServer:
         keys = [self._key(session.hashes[index], request.rank, group, session.salt) for group, index in request.cells]
         slots = self._desk.retrieve(request.worker, request.ticket, owner, keys)
         if slots is None:
-            raise _RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
+            raise RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
         return wire.Granted(self._config.segment, slots)
 
     def _load_done(self, header: Header, request: wire.LoadDone) -> Reply:
         self._check_worker(request.worker)
-        done = self._check_bits(request.done)
+        done = self._checks.bits(request.done)
         return self._finished(self._desk.load_done(request.worker, request.ticket, done))
 
     def _finished(self, answers: list[Answer] | None) -> Reply:
         if answers is None:
-            raise _RefusedError(ErrorCode.UNKNOWN_TAG, "nothing is open under this tag or ticket")
+            raise RefusedError(ErrorCode.UNKNOWN_TAG, "nothing is open under this tag or ticket")
         return wire.Finished(answers)
 
     def _key(self, chunk_hash: bytes, rank: int, group: int, salt: str) -> ObjectKey:
@@ -489,32 +482,6 @@ class CacheServer:
 
     def _check_worker(self, worker: str, rank: int | None = None) -> None:
         if not self._desk.seen(worker, self._clock.now_ns()):
-            raise _RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
+            raise RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
         if rank is not None and rank != self._desk.rank_of(worker):
             raise CallerError(f"worker {worker!r} is rank {self._desk.rank_of(worker)}, not {rank}")
-
-    def _check_name(self, name: str) -> None:
-        if len(name) > self._limits.name_chars_max:
-            raise _too_large("characters of a name", len(name), self._limits.name_chars_max)
-
-    def _check_salt(self, salt: str) -> None:
-        if len(salt) > self._limits.salt_chars_max:
-            raise _too_large("characters of a salt", len(salt), self._limits.salt_chars_max)
-
-    def _check_batch(self, cells: Sequence[object]) -> None:
-        if len(cells) > self._limits.batch_cells_max:
-            raise _too_large("cells of a batch", len(cells), self._limits.batch_cells_max)
-
-    def _check_bits(self, done: bytes) -> int:
-        if len(done) * 8 > self._limits.batch_cells_max + 7:
-            raise _too_large("bits of a batch", len(done) * 8, self._limits.batch_cells_max)
-        return wire.unpack_bits(done)
-
-    def _check_hashes(self, hashes: Sequence[bytes]) -> None:
-        longest = max(map(len, hashes), default=0)
-        if longest > self._limits.hash_bytes_max:
-            raise _too_large("bytes of a hash", longest, self._limits.hash_bytes_max)
-
-
-def _too_large(what: str, value: int, limit: int) -> _RefusedError:
-    return _RefusedError(ErrorCode.TOO_LARGE, f"{value} {what}; the limit is {limit}")

@@ -31,6 +31,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from kvcore.answers import Answer
@@ -342,7 +343,7 @@ class WorkerClient:
         for part, message in asked:
             future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             futures.append(future)
-            self._connections[part.server].request(message, lambda reply, future=future: _resolve(future, reply))
+            self._connections[part.server].request(message, partial(_resolve, future))
         return [await future for future in futures]
 
     def _place(self, part: _Part, segment: str, slots: Slots, grants: list[Grant | None]) -> bool:

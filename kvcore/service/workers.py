@@ -80,7 +80,7 @@ class _Worker:
         self.rank = rank
         self.stores: dict[str, _OpenStore] = {}
         self.reads: dict[int, _OpenRead] = {}
-        self.reading: dict[tuple[Owner, ObjectKey], None] = {}  # every cell that some ticket has open
+        self.reading: dict[Owner, dict[ObjectKey, None]] = {}  # every cell that some ticket has open
         self.last_seen_ns = 0
 
 
@@ -216,15 +216,18 @@ class WorkerDesk:
 
     def _open(self, worker: _Worker, owner: Owner, keys: Sequence[ObjectKey]) -> list[Slot | None]:
         """A cell is open under one ticket at a time: the end of one read must never end the hold of another."""
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        fresh = sorted(i for key, i in first.items() if (owner, key) not in worker.reading)
+        open_cells = worker.reading.setdefault(owner, {})
+        first = {key: i for i, key in reversed(list(enumerate(keys))) if key not in open_cells}
+        fresh = sorted(first.values())
         given = self._storage.open_read(worker.holder, owner, [keys[i] for i in fresh])
         assert len(given) == len(fresh)
         slots: list[Slot | None] = [None] * len(keys)
         for i, slot in zip(fresh, given):
             slots[i] = slot
             if slot is not None:
-                worker.reading[owner, keys[i]] = None
+                open_cells[keys[i]] = None
+        if not open_cells:
+            del worker.reading[owner]
         return slots
 
     def load_done(self, name: str, ticket: int, done: int) -> list[Answer] | None:
@@ -249,7 +252,9 @@ class WorkerDesk:
             if entry[0].generation != entry[1]:
                 answers[i] = Answer.EXPIRED
             read.slots[i] = None
-            del worker.reading[read.owner, read.keys[i]]
+            del worker.reading[read.owner][read.keys[i]]
+        if positions and not worker.reading[read.owner]:
+            del worker.reading[read.owner]
         return answers
 
     def _full(self, worker: _Worker) -> bool:

@@ -9,8 +9,8 @@ A ZeroMQ socket shows the loop one descriptor (`ZMQ_FD`) which says only "someth
 1. A *turn* (the descriptor is readable) always reads `ZMQ_EVENTS`, or the descriptor would stay readable for ever.
 2. A turn receives until there is nothing more, but at most `_BURST_MESSAGES`. Then it gives way to the rest of the loop
    and schedules the next turn itself: the descriptor will not signal again for messages it has announced.
-3. After every send, `ZMQ_EVENTS` is read too: a message that came in during the send has no signal left. If there is
-   one, a turn is scheduled; nothing is ever delivered from inside `send`.
+3. After every send, `ZMQ_EVENTS` is read too: a message that came in, or a connection that was made, during the send
+   has no signal left. For either a turn is scheduled; nothing is ever delivered from inside `send`.
 4. Nothing is received before `receive` was called; ZeroMQ's own queue keeps it.
 
 Connections. The client sets `ZMQ_IMMEDIATE`: `send` answers False while there is no connection, instead of queueing
@@ -106,8 +106,7 @@ class _Socket:
 
     def send(self, frames: Frames) -> bool:
         sent = self._try_send(frames)
-        if self._deliver is not None and self._events() & zmq.POLLIN:
-            self._schedule_turn()
+        self._look_again(self._events(), refused=not sent)
         return sent
 
     def check_open(self) -> None:
@@ -164,16 +163,27 @@ class _Socket:
     def _turn(self) -> None:
         if self._closed:
             return
-        if self._events() & zmq.POLLOUT and self._writable is not None:
+        self._receive_burst()
+        if self._closed:  # by a callback
+            return
+        events = self._events()  # last: what receiving has noticed on the way is in it
+        if events & zmq.POLLOUT and self._writable is not None:
             self._writable()
+        self._look_again(events, refused=False)
+
+    def _receive_burst(self) -> None:
         for _ in range(_BURST_MESSAGES):
-            if self._deliver is None:  # not yet, or closed by the callback before this one
-                return
-            frames = self._try_receive()
-            if frames is None:
+            frames = None if self._deliver is None else self._try_receive()
+            if frames is None or self._deliver is None:
                 return
             self._hand_over(self._deliver, frames)
-        self._schedule_turn()
+
+    def _look_again(self, events: int, refused: bool) -> None:
+        """Schedule a turn for what the descriptor no longer signals, because we have just read it."""
+        receivable = self._deliver is not None and events & zmq.POLLIN
+        sendable = refused and self._writable is not None and events & zmq.POLLOUT
+        if receivable or sendable:
+            self._schedule_turn()
 
     def _hand_over(self, deliver: Callable[[Frames], None], frames: Frames) -> None:
         try:

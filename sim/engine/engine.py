@@ -119,6 +119,10 @@ class Engine:
         self._resets.append(reset_running_requests)
         self._wake_up()
 
+    def force_preemptions(self, count: int = 1) -> None:
+        """The next step preempts `count` victims by the policy's own choice, as if blocks had run out."""
+        self._scheduler.force_preemptions(count)
+
     def _wake_up(self) -> None:
         if self._wake is not None:
             self._wake.set()

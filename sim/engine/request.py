@@ -36,10 +36,11 @@ class Status(Enum):
 class GroupTable:
     """The block table of one request in one group, as a list (for connectors) and an array (for the forward pass)."""
 
-    __slots__ = ("_array", "ids", "trimmed")
+    __slots__ = ("_array", "_nulls", "ids", "trimmed")
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self._nulls = 0
         self._array: npt.NDArray[np.int64] = np.zeros(16, dtype=np.int64)
         self.trimmed = 0  # entries below are null for good
 
@@ -48,19 +49,26 @@ class GroupTable:
         if end > len(self._array):
             self._array = np.concatenate([self._array, np.zeros(end, dtype=np.int64)])
         self.ids.extend(blocks)
+        self._nulls += list(blocks).count(NULL_BLOCK)
         self._array[start:end] = blocks
 
     def set_null(self, index: int) -> None:
+        self._nulls += self.ids[index] != NULL_BLOCK
         self.ids[index] = NULL_BLOCK
         self._array[index] = NULL_BLOCK
 
     def clear(self) -> None:
         self.ids.clear()
+        self._nulls = 0
         self.trimmed = 0
 
     @property
     def array(self) -> npt.NDArray[np.int64]:
         return self._array[: len(self.ids)]
+
+    @property
+    def held_count(self) -> int:
+        return len(self.ids) - self._nulls
 
     def held(self) -> list[int]:
         """Real blocks, last first: the end of a sequence is the part of it that is reused least."""

@@ -33,7 +33,7 @@ waits for just those blocks they would wait for ever.
 
 Who holds blocks: a request from admission until preemption or end; after its end the scheduler itself while a load
 still writes them (until `received`) or the connector still reads them (`finished` answered True; until `sent`).
-The connector announces both; `_release_if_unheld` frees.
+The connector announces both; `HeldBlocks` frees.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcore.connectors.views import NULL_BLOCK, ScheduledRequest, StepView
 from kvcore.errors import CallerError, InternalError, PeerError
-from kvcore.groups import CacheLayout, GroupKind
+from kvcore.groups import CacheLayout
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
 from kvcore.sim.engine.config import EngineConfig, EngineStats, Policy
+from kvcore.sim.engine.holds import HeldBlocks, HoldReason
 from kvcore.sim.engine.probe import EngineProbe
 from kvcore.sim.engine.request import Request, RequestSpec, Status
-from kvcore.sim.engine.step import StepEntry, StepOutput, StepPlan
+from kvcore.sim.engine.step import StepEntry, StepOutput, StepPlan, step_view
 from kvcore.sim.engine.tables import LocalHit, TableManager
 
 if TYPE_CHECKING:  # the interface belongs to the ladder, which imports us; at run time only its shape matters
@@ -83,8 +83,9 @@ class Scheduler:
         self._running: list[Request] = []
         self._loading: dict[str, Request] = {}
         self._loaded: dict[str, Request] = {}
-        self._held: dict[str, tuple[Request, dict[str, None]]] = {}  # ended, blocks held: reasons "received", "sent"
+        self._held = HeldBlocks(self.tables)
         self._budget = 0
+        self._forced = 0
         self._step = 0
         self._arrivals = 0
         self._preempted: list[str] = []  # since the last step was built
@@ -143,11 +144,18 @@ class Scheduler:
                 self._preempt(self._victim())
         self.pool.reset_prefix_cache()
 
+    def force_preemptions(self, count: int) -> None:
+        """The next step preempts this many victims (if it has them), as if blocks had run out."""
+        self._forced += count
+
     def schedule(self) -> StepPlan:
         plan = StepPlan(self._step)
         self._step += 1
         self._budget = self._config.max_batched_tokens
         preemptions = self._counters["preemptions"]
+        for _ in range(min(self._forced, len(self._running))):
+            self._preempt(self._victim())
+        self._forced = 0
         self._schedule_running(plan)
         if self._counters["preemptions"] == preemptions or self._config.beyond_engine:
             self._admit_loaded(plan)
@@ -155,7 +163,7 @@ class Scheduler:
         plan.preempted, self._preempted = tuple(self._preempted), []
         plan.finished, self._ended = tuple(self._ended), []
         if self._connector is not None:
-            plan.meta = self._connector.build_meta(_step_view(plan))
+            plan.meta = self._connector.build_meta(step_view(plan))
         self._count(steps=1, empty_steps=int(not plan.entries), tokens_computed=plan.tokens)
         return plan
 
@@ -172,7 +180,7 @@ class Scheduler:
         for request_id in sorted(output.finished.received):
             self._received(request_id, request_id in output.finished.failed)
         for request_id in sorted(output.finished.sent):
-            self._unhold(request_id, "sent")
+            self._held.drop(request_id, HoldReason.STORING)
 
     # -- running requests
 
@@ -356,22 +364,13 @@ class Scheduler:
         return self.tables.blocks_to_end(request.length, computed) + reserved <= self.pool.free_count
 
     def _take_blocks(self, plan: StepPlan, request: Request, hit: LocalHit, new_blocks: tuple[list[int], ...]) -> None:
-        loading = dict.fromkeys(self._load_targets(request)) if request.external else {}
+        loading = dict.fromkeys(self.tables.load_targets(request)) if request.external else {}
         for block in (block for blocks in new_blocks for block in blocks):
             (plan.loading if block in loading else plan.fresh).append(block)
         if hit.copy_sources:
             targets = [table.ids[-1] for table in request.tables]
             plan.copies.extend(zip(hit.copy_sources, targets, strict=True))
             plan.copy_holders.append((request.request_id, hit.copy_sources))
-
-    def _load_targets(self, request: Request) -> list[int]:
-        """Blocks that must be filled from outside: those of tokens [local, local + external) that are not null."""
-        targets: list[int] = []
-        for group, table in zip(self.tables.groups, request.tables, strict=True):
-            first = request.local // group.block_tokens
-            end = -(-(request.local + request.external) // group.block_tokens)
-            targets.extend(block for block in table.ids[first:end] if block != NULL_BLOCK)
-        return targets
 
     def _start(self, plan: StepPlan, request: Request, count: int, new_blocks: tuple[list[int], ...]) -> None:
         request.status = Status.RUNNING
@@ -420,7 +419,7 @@ class Scheduler:
     def _rewind(self, request: Request, bad: Sequence[int]) -> None:
         for block in bad:
             self.pool.forget(block)  # never to be found, whoever else may hold it
-        valid = self._valid_prefix(request, bad)
+        valid = self.tables.valid_prefix(request, bad)
         self._load_failed(request, valid)
         if valid == 0:
             self._running.remove(request)
@@ -432,14 +431,6 @@ class Scheduler:
             for count, group in zip(request.published, self.tables.groups, strict=True)
         ]
 
-    def _valid_prefix(self, request: Request, bad: Sequence[int]) -> int:
-        """Tokens before the first bad block. With several groups, or one that forgets blocks, no telling: 0."""
-        if self._groups > 1 or self.tables.groups[0].kind is not GroupKind.FULL:
-            return 0
-        ids, block_tokens = request.tables[0].ids, self.tables.groups[0].block_tokens
-        first = min(ids.index(block) for block in bad)
-        return first * block_tokens
-
     def _load_failed(self, request: Request, valid: int) -> None:
         self._count(load_failures=1)
         self._probe.load_ended(request.request_id, valid, request.local + request.external)
@@ -448,7 +439,7 @@ class Scheduler:
 
     def _received(self, request_id: str, failed: bool) -> None:
         if request_id in self._held:
-            self._unhold(request_id, "received")
+            self._held.drop(request_id, HoldReason.LOADING)
             return
         request = self._loading.pop(request_id, None)
         if request is None:
@@ -459,7 +450,7 @@ class Scheduler:
             valid = promised
             self._probe.load_ended(request_id, valid, promised)
         else:
-            valid = self._valid_prefix(request, bad) if bad else (request.local if self._groups == 1 else 0)
+            valid = self.tables.valid_prefix(request, bad) if bad else (request.local if self._groups == 1 else 0)
             valid = min(valid, promised)
             self._load_failed(request, valid)
         request.bad_blocks.clear()
@@ -474,33 +465,21 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """Finished or aborted, between two steps."""
         request_id = request.request_id
-        reasons: dict[str, None] = {}
+        reasons: list[HoldReason] = []
         if request.status is Status.RUNNING:
             self._running.remove(request)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)
         elif self._loading.pop(request_id, None) is not None:
-            reasons["received"] = None
+            reasons.append(HoldReason.LOADING)
         else:
             del self._loaded[request_id]
         request.status = Status.ENDED
         del self._requests[request_id]
         self._ended.append(request_id)
         if self._connector is not None and self._connector.finished(request_id, request.block_table()):
-            reasons["sent"] = None
-        self._held[request_id] = (request, reasons)
-        self._release_if_unheld(request_id)
-
-    def _unhold(self, request_id: str, reason: str) -> None:
-        if request_id in self._held:
-            self._held[request_id][1].pop(reason, None)
-            self._release_if_unheld(request_id)
-
-    def _release_if_unheld(self, request_id: str) -> None:
-        request, reasons = self._held[request_id]
-        if not reasons:
-            del self._held[request_id]
-            self.tables.free(request)
+            reasons.append(HoldReason.STORING)
+        self._held.hold(request, reasons)
 
     def check_idle(self) -> None:
         """Nothing is left behind after all requests have ended."""
@@ -522,20 +501,3 @@ class Scheduler:
 
 def _holds(request: Request, block: int) -> bool:
     return any(block in table.ids for table in request.tables)
-
-
-def _step_view(plan: StepPlan) -> StepView:
-    scheduled = tuple(
-        ScheduledRequest(
-            entry.request.request_id,
-            entry.computed,
-            entry.scheduled,
-            entry.request.block_table(),
-            entry.new_blocks,
-            entry.resumed,
-            entry.request.view().tokens,
-        )
-        for entry in plan.entries
-    )
-    allocated = frozenset(plan.fresh) | frozenset(plan.loading)
-    return StepView(plan.step, scheduled, allocated, plan.preempted, plan.finished)

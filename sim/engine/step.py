@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.connectors.views import BlockTable, Finished
+from kvcore.connectors.views import BlockTable, Finished, ScheduledRequest, StepView
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.sim.engine.device import PagedMemory
 from kvcore.sim.engine.probe import EngineProbe
@@ -81,6 +81,24 @@ class StepOutput:
     sampled: dict[str, int]
     finished: Finished = field(default_factory=Finished)
     error_blocks: frozenset[int] = frozenset()
+
+
+def step_view(plan: StepPlan) -> StepView:
+    """The plan as a connector sees it."""
+    scheduled = tuple(
+        ScheduledRequest(
+            entry.request.request_id,
+            entry.computed,
+            entry.scheduled,
+            entry.request.block_table(),
+            entry.new_blocks,
+            entry.resumed,
+            entry.request.view().tokens,
+        )
+        for entry in plan.entries
+    )
+    allocated = frozenset(plan.fresh) | frozenset(plan.loading)
+    return StepView(plan.step, scheduled, allocated, plan.preempted, plan.finished)
 
 
 class _AttentionIndex:

@@ -77,7 +77,7 @@ class TableManager:
         return total
 
     def held_count(self, request: Request) -> int:
-        return sum(len(table.held()) for table in request.tables)
+        return sum(table.held_count for table in request.tables)
 
     def grow(self, request: Request, target: int) -> tuple[list[int], ...] | None:
         """Blocks for tokens [computed, target) of a request with a table; None: too few, nothing was taken."""
@@ -106,6 +106,23 @@ class TableManager:
         for block in hit.copy_sources:
             self.pool.share(block, request.request_id)
         return self._take(request, wanted, target)
+
+    def load_targets(self, request: Request) -> list[int]:
+        """Blocks that must be filled from outside: those of tokens [local, local + external) that are not null."""
+        targets: list[int] = []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            first = request.local // group.block_tokens
+            end = -(-(request.local + request.external) // group.block_tokens)
+            targets.extend(block for block in table.ids[first:end] if block != NULL_BLOCK)
+        return targets
+
+    def valid_prefix(self, request: Request, bad: Sequence[int]) -> int:
+        """Tokens before the first bad block. With several groups, or one that forgets blocks, no telling: 0."""
+        if len(self.groups) > 1 or self.groups[0].kind is not GroupKind.FULL:
+            return 0
+        ids, block_tokens = request.tables[0].ids, self.groups[0].block_tokens
+        first = min(ids.index(block) for block in bad)
+        return first * block_tokens
 
     def free(self, request: Request) -> None:
         for g, table in enumerate(request.tables):

@@ -33,7 +33,8 @@ class WatchedL1(L1Cache):
         self._findings = findings
         self._tracer = tracer
         self._staged: dict[tuple[str, ObjectKey], int | None] = {}  # -> deadline
-        self._taken: dict[tuple[Owner, ObjectKey], list[int | None]] = {}  # -> deadline of each lease
+        self._taken: dict[Owner, dict[ObjectKey, list[int | None]]] = {}  # -> deadline of each lease
+        self._sessions: dict[str, dict[Owner, None]] = {}
         self.ever_published: dict[ObjectKey, None] = {}
 
     # ---- writing
@@ -96,10 +97,23 @@ class WatchedL1(L1Cache):
         return answers
 
     def _take(self, owner: Owner, keys: Iterable[ObjectKey], deadline_ns: int | None) -> None:
+        taken = self._taken.get(owner)
+        if taken is None:
+            taken = self._taken[owner] = {}
+            self._sessions.setdefault(owner.session, {})[owner] = None
         for key in keys:
             if key not in self.ever_published:
                 self._report("visibility", f"{owner} reads a key that was never published")
-            self._taken.setdefault((owner, key), []).append(deadline_ns)
+            taken.setdefault(key, []).append(deadline_ns)
+        self._forget_empty(owner)
+
+    def _forget_empty(self, owner: Owner) -> None:
+        if not self._taken.get(owner, True):
+            del self._taken[owner]
+            owners = self._sessions[owner.session]
+            del owners[owner]
+            if not owners:
+                del self._sessions[owner.session]
 
     def finish_read(self, owner: Owner, keys: Sequence[ObjectKey]) -> list[Answer]:
         answers = super().finish_read(owner, keys)
@@ -110,18 +124,21 @@ class WatchedL1(L1Cache):
         return answers
 
     def _give_back(self, owner: Owner, key: ObjectKey) -> None:
-        taken = self._taken.get((owner, key))
-        if not taken:
+        taken = self._taken.get(owner, {})
+        if key not in taken:
             self._report("leases", f"{owner} released a lease it did not hold")
             return
-        taken.pop()
-        if not taken:
-            del self._taken[owner, key]
+        taken[key].pop()
+        if not taken[key]:
+            del taken[key]
+        self._forget_empty(owner)
 
     def release_owner(self, owner: Owner) -> int:
         count = super().release_owner(owner)
-        mine = [held for held in self._taken if held[0] == owner]
-        recorded = sum(len(self._taken.pop(held)) for held in mine)
+        taken = self._taken.get(owner, {})
+        recorded = sum(map(len, taken.values()))
+        taken.clear()
+        self._forget_empty(owner)
         if count != recorded:
             self._report("leases", f"{owner} gave back {count} leases at once, it had taken {recorded}")
         self._tracer.event("l1.release", self._name, owner.session, owner.generation, count)
@@ -130,19 +147,20 @@ class WatchedL1(L1Cache):
     def expire(self, now_ns: int) -> int:
         count = super().expire(now_ns)
         self._staged = {held: end for held, end in self._staged.items() if end is None or end > now_ns}
-        for held, deadlines in list(self._taken.items()):
-            live = [end for end in deadlines if end is None or end > now_ns]
-            if live:
-                self._taken[held] = live
-            else:
-                del self._taken[held]
+        for owner, taken in list(self._taken.items()):
+            for key, deadlines in list(taken.items()):
+                taken[key] = [end for end in deadlines if end is None or end > now_ns]
+                if not taken[key]:
+                    del taken[key]
+            self._forget_empty(owner)
         return count
 
     # ---- at rest
 
-    def protected(self, session: str) -> frozenset[ObjectKey]:
+    def protected(self, session: str) -> list[ObjectKey]:
         """Resident keys under a lease of this session, by our own book."""
-        return frozenset(key for owner, key in self._taken if owner.session == session and self.contains(key))
+        owners = self._sessions.get(session, ())
+        return [key for owner in owners for key in self._taken[owner] if self.contains(key)]
 
     def check_at_rest(self) -> None:
         """Nothing leased, held, staged or draining; memory adds up; every resident object holds its own bytes."""
@@ -152,7 +170,9 @@ class WatchedL1(L1Cache):
             if value:
                 self._report("leases" if name in ("leases", "holds") else "memory", f"at rest, {name} is {value}")
         if self._taken or self._staged:
-            self._report("leases", f"at rest, {len(self._taken)} leases and {len(self._staged)} staged keys are open")
+            self._report(
+                "leases", f"at rest, {len(self._taken)} owners' leases and {len(self._staged)} staged keys are open"
+            )
         if state.bytes_used + state.bytes_free != state.bytes_capacity:
             self._report("memory", f"used {state.bytes_used} + free {state.bytes_free} != {state.bytes_capacity}")
         if state.bytes_used != state.bytes_resident + state.bytes_staging + state.bytes_draining:

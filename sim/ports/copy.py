@@ -272,12 +272,13 @@ class SimCopyEngine:
         self._later(0, self._look, stream)
 
     def _later(self, delay_ns: int, step: Callable[..., None], *args: Any) -> None:
-        self._owner.call(self._loop.call_later_ns, delay_ns, step, *args)
+        # In the owner's context: the loop drops the steps of a dead process.
+        self._loop.call_later_ns(delay_ns, step, *args, context=self._owner.context())
 
     def _look(self, stream: _Stream) -> None:
         while stream.jobs and stream.jobs[0].done:
             stream.jobs.popleft()
-        if not stream.jobs or not self._owner.alive:
+        if not stream.jobs:
             return
         head = stream.jobs[0]
         if head.state is JobState.QUEUED and all(event.done for event in head.after):
@@ -300,8 +301,7 @@ class SimCopyEngine:
             self._later(self._random.random_ns(*self.tail_ns), self._end, ticket, None)
 
     def _page(self, ticket: SimTicket, index: int) -> None:
-        if not self._owner.alive:
-            return
+        assert self._owner.alive
         assert ticket.state is JobState.BEGUN
         copy = ticket.copies[index]
         error = self.fault(copy) if self.fault is not None else None
@@ -325,11 +325,10 @@ class SimCopyEngine:
         return None
 
     def _compute(self, ticket: SimTicket) -> None:
-        if not self._owner.alive:
-            return
+        assert self._owner.alive
         assert ticket.fn is not None
         try:
-            self._owner.call(ticket.fn)
+            ticket.fn()
         except Exception as error:
             self._loop.call_exception_handler({"message": "compute work raised", "exception": error})
             self._end(ticket, error)
@@ -345,8 +344,7 @@ class SimCopyEngine:
         return True
 
     def _end(self, ticket: SimTicket, error: BaseException | None) -> None:
-        if not self._owner.alive:
-            return
+        assert self._owner.alive
         assert ticket.state is JobState.BEGUN
         assert ticket.stream.jobs[0] is ticket
         self._trace("copy.end", ticket, int(error is None))

@@ -99,7 +99,7 @@ class SimExecutor:
             piece = self._waiting.popleft()
             duration_ns = self._random.random_ns(*self.latency_ns) + piece.cost_bytes * 1000 // self.bytes_per_us
             # In the maker's context: the time passes whether or not the submitter lives to see its end.
-            self._maker.call(self._loop.call_later_ns, duration_ns, self._end, piece)
+            self._loop.call_later_ns(duration_ns, self._end, piece, context=self._maker.context())
 
     def _end(self, piece: _Piece) -> None:
         if not self._run(piece):

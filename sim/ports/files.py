@@ -50,6 +50,13 @@ class _PlannedError:
     number: int
     kind: str | None
 
+    def is_due(self, kind: str) -> bool:
+        """Count one operation of `kind`; True when it is the one that fails."""
+        if self.kind in (None, kind):
+            self.operations_left -= 1
+            return self.operations_left == 0
+        return False
+
 
 class SimFiles:
     """`kvcore.ports.Files` in memory. `operations` counts what was asked for since the beginning."""
@@ -210,8 +217,11 @@ class SimFiles:
         self._check_alive()
         self.operations += 1
         self._trace("files." + kind, *names)
-        for planned in list(self._errors):
-            self._count_down(planned, kind, names[0])
+        for number in [planned.number for planned in self._errors if planned.is_due(kind)]:
+            self.errors_raised += 1
+            self._trace("files.error", kind, number)
+            self._errors = [planned for planned in self._errors if planned.operations_left]
+            raise _os_error(number, names[0])
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -238,16 +248,6 @@ class SimFiles:
     def _keep(self, size: int) -> int:
         """How much of an unflushed or half-written file is there afterwards."""
         return size // 2 if self._loop is None else self._loop.streams[self._stream].randint(0, size)
-
-    def _count_down(self, planned: _PlannedError, kind: str, name: str) -> None:
-        if planned.kind not in (None, kind):
-            return
-        planned.operations_left -= 1
-        if planned.operations_left == 0:
-            self._errors.remove(planned)
-            self.errors_raised += 1
-            self._trace("files.error", kind, planned.number)
-            raise _os_error(planned.number, name)
 
     def _may_create(self, name: str) -> bool:
         directory, slash, _ = name.rpartition("/")

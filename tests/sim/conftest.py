@@ -51,7 +51,7 @@ class _Task:
 class ScriptedAdapter:
     """An L2 whose every completion is the test's to give.
 
-    In *automatic* mode each task ends after a drawn time. Otherwise it is held until `finish_*`. Locks are counted and an
+    In *automatic* mode each task ends after a drawn time. Otherwise it is held until `finish_*`. Locks are counted, an
     unlock without a lock fails the run. `lose`: keys whose load fails although they were found.
     """
 

@@ -79,7 +79,6 @@ def test_fresh_interpreters_with_other_hash_seeds_give_the_same_hash() -> None:
         "import runpy, sys\n"
         f"module = runpy.run_path({str(Path(__file__))!r})\n"
         "print(module['trace_hash'](1), module['trace_hash'](2))\n"
-        "assert sys.flags.hash_randomization in (0, 1)\n"
     )
     answers = set()
     for hash_seed in ("0", "1", "4242"):

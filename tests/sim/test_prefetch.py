@@ -631,3 +631,36 @@ def test_equal_seeds_give_equal_runs(rig_of: RigOf) -> None:
         return rig.loop.now_ns(), rig.loop.callbacks_run
 
     assert digest() == digest()
+
+
+def test_a_second_reader_of_a_loaded_cell_keeps_its_bytes_counted(rig_of: RigOf) -> None:
+    async def scenario(rig: Any) -> None:
+        rig.fill_l2(rig.a, rig.keys(2))
+        first = rig.start(2)
+        await first.wait()
+        second = rig.start(2)
+        assert rig.best(second) == 2
+        rig.read(first, 2)
+        assert rig.storage.statistics().prefetch.budget.bytes_used == 2 * 64
+        rig.read(second, 2)
+        assert rig.storage.statistics().prefetch.budget.bytes_used == 0
+
+    rig_of(0).run(scenario)
+
+
+def test_cells_behind_a_refused_one_are_given_up_before_they_are_read(rig_of: RigOf) -> None:
+    """The first adapter's cells got the last room, and are useless without those of the second."""
+
+    async def scenario(rig: Any) -> None:
+        rig.store(rig.keys(6, prompt="pinned"))
+        assert rig.best(rig.start(6, prompt="pinned")) == 6
+        rig.fill_l2(rig.a, rig.keys(4)[2:])
+        rig.fill_l2(rig.b, rig.keys(2))
+        job = rig.start(4)
+        await job.wait()
+        assert rig.best(job) == 0
+        assert rig.a.loads_of == rig.b.loads_of == {}
+        assert rig.a.locks_held == rig.b.locks_held == 0
+        assert rig.storage.statistics().l1.objects_staging == 0
+
+    rig_of(0, l1_cells=4, adapters=("a", "b")).run(scenario)

@@ -667,3 +667,93 @@ def test_the_same_seed_gives_the_same_trace() -> None:
         world.run(scenario)
         digests.append(world.loop.trace.hash)
     assert digests[0] == digests[1]
+
+
+def test_a_debt_to_a_silent_server_sleeps_without_a_timer_and_is_paid_when_the_server_is_heard_again() -> None:
+    """R24: the leases of an ended request go back, however long the server was out of reach."""
+
+    async def scenario(world: World) -> None:
+        hashes = world.hashes(1, 2)
+        for rank in range(RANKS):
+            await world.store(rank, 1, hashes)
+        await world.ask("q", 1, hashes)
+        world.network.partition("scheduler.0")
+        world.scheduler.end("q")
+        await world.sleep(60 * S)
+        link = world.connections[0]
+        assert (link.statistics().debts, link.statistics().outstanding) == (1, 0)
+        resends = link.statistics().resends
+        assert resends == ConnectionConfig().resends_max - 1
+        await world.sleep(600 * S)
+        assert link.statistics().resends == resends, "a dead server costs nothing any more"
+        world.network.heal("scheduler.0")
+        assert world.nodes[0].server.statistics().sessions == 1
+        await world.ask("other", 2, hashes)
+        world.scheduler.end("other")
+        await world.sleep(1 * S)
+        assert world.nodes[0].server.statistics().sessions_expired == 0
+        world.assert_at_rest()
+
+    World(14, idle_ns=100_000 * S).run(scenario)
+
+
+def test_a_reply_for_another_connection_is_not_taken_for_ours() -> None:
+    """R40: a transport identity that is used again must not deliver an old user's replies."""
+
+    async def scenario(world: World) -> None:
+        await world.store(0, 1, world.hashes(1, 1))
+        link = world.workers[0]._connections[0]
+
+        def meddle(client: str, to_server: bool, message: bytes) -> list[bytes]:
+            header = wire.read_header(message)
+            assert header is not None
+            if to_server or client != "worker0.0":
+                return [message]
+            return [wire.pack(header._replace(connection=header.connection ^ 1), wire.read_reply(message))]
+
+        world.network.meddle = meddle
+        reply = await link.call(wire.Status())
+        assert isinstance(reply, wire.Error)
+        assert reply.code is wire.ErrorCode.TIMEOUT
+        assert link.statistics().replies_foreign == 1
+
+    World(15).run(scenario)
+
+
+def test_a_worker_that_the_server_does_not_know_fails_once_and_registers_again() -> None:
+    """R33: a terminal answer at once, other ranks untouched, and the next store works."""
+
+    async def scenario(world: World) -> None:
+        hashes = world.hashes(1, 2)
+        for rank in range(RANKS):
+            await world.store(rank, 1, hashes[:1])
+        world.nodes[0].server.worker_died("worker0")
+        assert await world.store(0, 2, hashes[1:]) == [Answer.UNKNOWN]
+        assert await world.store(0, 3, hashes[1:]) == [Answer.PUBLISHED]
+        assert world.nodes[1].server.statistics().workers == 1
+        assert world.workers[0].statistics().batches_lost == 1
+        await world.sleep(1 * S)
+        world.assert_at_rest()
+
+    World(16).run(scenario)
+
+
+def test_bytes_whose_lease_ended_during_the_copy_are_thrown_away() -> None:
+    """I10: the session ends while a worker copies; the memory stays, the answer says that the bytes are not certain."""
+
+    async def scenario(world: World) -> None:
+        hashes = world.hashes(1, 2)
+        for rank in range(RANKS):
+            await world.store(rank, 1, hashes)
+        await world.ask("q", 1, hashes)
+        cells = [LoadCell(0, i, chunk_hash) for i, chunk_hash in enumerate(hashes)]
+        grants = await world.workers[0].open_read("q", 1, cells)
+        world.scheduler.end("q")
+        await world.sleep(10 * MS)
+        world.nodes[0].storage.drop_l1()
+        assert [bytes(grant.view) for grant in grants if grant] == [payload(each, 0) for each in hashes]
+        assert await world.workers[0].close_read("q", 1, cells) == [False, False]
+        await world.sleep(1 * S)
+        world.assert_at_rest()
+
+    World(17).run(scenario)

@@ -19,7 +19,7 @@ def record_of(key=KEY, payload=PAYLOAD):
     return encode_header(key, payload) + payload
 
 
-def judge(record, key=KEY, room=len(PAYLOAD)):
+def judge(record, key=KEY, room=40):
     """Read a record as a store does (one byte more than asked for shows a longer one) and check it."""
     head_bytes = envelope.header_bytes(key)
     head = bytearray(record[:head_bytes]).ljust(head_bytes, b"\0")
@@ -129,7 +129,4 @@ def test_the_format_does_not_change_by_accident():
     assert record[:12].hex() == "4b56434f52454c32" + "0100" + "0000"
     assert int.from_bytes(record[12:16], "little") == envelope.header_bytes(ObjectKey(b"\x01" * 32, "m", 0))
     assert int.from_bytes(record[16:24], "little") == 7
-    assert record[56:64].hex() + record[-7:].hex() == GOLDEN_CHECK + b"payload".hex()
-
-
-GOLDEN_CHECK = "12f076ef274e7a03"
+    assert record[56:64].hex() + record[-7:].hex() == "12f076ef274e7a03" + b"payload".hex()

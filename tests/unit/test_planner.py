@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.planner import (
     Demand,
@@ -41,7 +42,9 @@ def demand(layout: CacheLayout, chunks: int, *, prompt_tokens: int | None = None
     return demand_of(layout, chunks, tokens, everything(layout, chunks), skip)
 
 
-def made(wanted: Demand, present: object = None, loading: object = None, found: object = (), budget: int = 1 << 40) -> Plan:
+def made(
+    wanted: Demand, present: object = None, loading: object = None, found: object = (), budget: int = 1 << 40
+) -> Plan:
     nothing = none_of(wanted.required)
     return plan(wanted, present=present or nothing, loading=loading or nothing, found=found, budget_bytes=budget)  # type: ignore[arg-type]
 

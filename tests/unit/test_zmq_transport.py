@@ -7,6 +7,7 @@ import select
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,8 @@ def test_a_peer_that_sends_too_much_harms_only_itself(directory):
         client, stranger = ZmqClientTransport(loop, address), Stranger(address)
         stranger.socket.send(b"x" * 1001)
         while b"over a new connection" not in received:
-            stranger.socket.send(b"over a new connection", zmq.DONTWAIT)  # lost while the old one is being cut
+            with suppress(zmq.Again):  # its queue is full while it reconnects
+                stranger.socket.send(b"over a new connection", zmq.DONTWAIT)  # lost while the old one is being cut
             assert await ask(client, b"others go on") == b"others go on"
         assert max(map(len, received)) <= 1000
         stranger.close()
