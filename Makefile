@@ -1,16 +1,15 @@
 # One command for each habit. Every target sets up what it needs and prints its time.
 #   make ladder   the main job: the five rungs and the replay, over the whole matrix
 #   make test     all tests      make check  lint, types, import contracts, dead code
-#   make bench    ratios and microbenchmarks
+#   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes.
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
-TORCH_PIP ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcore-dev
-TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$@: $$(( $$(date +%s) - start )) s]"; exit $$code
+TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(STAMP),setup,$@): $$(( $$(date +%s) - start )) s]"; exit $$code
 
 .PHONY: setup ladder test check bench wheel clean system
 
@@ -41,4 +40,4 @@ system:
 	@echo "Nothing beyond Python 3.11+, git and make is needed by the targets of this version."
 
 clean:
-	rm -rf $(VENV) build dist .types .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) build dist .types .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks .import_linter_cache .coverage

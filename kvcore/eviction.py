@@ -186,6 +186,8 @@ class S3FifoPolicy:
                 if queue is small:
                     self._remember(slot.key)
                 return slot
+        assert not small.bytes, "an empty queue has no bytes"
+        assert not main.bytes, "an empty queue has no bytes"
         return None
 
     def _remember(self, key: Any) -> None:
@@ -236,6 +238,7 @@ class TenantOrder:
         policy = self._by_tenant.get(salt)
         slot = None if policy is None else policy.victim()
         if slot is not None:
+            assert slot.key.cache_salt == salt, "a tenant evicts only its own"
             self._all.remove((slot,))
         return slot
 

@@ -12,38 +12,39 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import blake3
-
 from kvcore.errors import ConfigError
 from kvcore.ladder.configure import configure
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
-from kvcore.ladder.result import CellResult, LadderResult, cell_from_json, cell_to_json
+from kvcore.ladder.result import CellResult, LadderResult, cell_from_json, cell_to_json, combined_hash
 from kvcore.sim.workload import Workload, load_workload
 
 Progress = Callable[[str], None]
 
 
 def cells_for(options: LadderOptions) -> tuple[MatrixCell, ...]:
-    """The cells of `options` that its target climbs in."""
+    """The cells of `options` that its target climbs in. Raises `ConfigError` for options the target cannot serve."""
     target = _target(options)
-    return tuple(cell for cell in options.cells if cell in target.CELLS)
+    target.check(options)
+    cells: tuple[MatrixCell, ...] = target.cells(options)
+    return cells
 
 
 def climb_all(options: LadderOptions, jobs: int = 1, progress: Progress | None = None) -> LadderResult:
     """Climb every cell. Raises `ConfigError` before anything has started if the input cannot be used."""
     cells = cells_for(options)
     if not cells:
-        raise ConfigError(f"target {options.target} does not climb in any of the chosen configurations")
-    workload = _workload(options)
+        known = ", ".join(map(str, _target(options).CELLS[:6]))
+        raise ConfigError(f"target {_name(options)} climbs in none of the chosen configurations, but in {known}, ...")
     for cell in cells:
         configure(cell, options)
+    workload = _workload(options)
     results = []
     for result in _results(options, cells, workload, jobs):
         results.append(result)
         if progress is not None:
             progress(f"[{len(results)}/{len(cells)}] {result.cell}: {result.verdict} ({result.cpu_s:.1f} s CPU)")
-    return LadderResult(options.target, workload.describe(), results, _combined_hash(results), options.seed)
+    return LadderResult(_name(options), workload.describe(), results, combined_hash(results), options.seed)
 
 
 def _workload(options: LadderOptions) -> Workload:
@@ -58,9 +59,19 @@ def _workload(options: LadderOptions) -> Workload:
     )
 
 
+def _name(options: LadderOptions) -> str:
+    return options.connector or options.target
+
+
 def _target(options: LadderOptions) -> Any:
+    """The module of `kvcore.ladder.targets`: `CELLS`, `check`, `cells` and `climb_cell`."""
     name = "stranger" if options.connector else options.target
-    return importlib.import_module(f"kvcore.ladder.targets.{name}")
+    try:
+        return importlib.import_module(f"kvcore.ladder.targets.{name}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"target {name} needs {error.name}, which is not installed: pip install 'kvcore[sim]'"
+        ) from None
 
 
 def _results(
@@ -92,13 +103,5 @@ def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
         ("--l2", options.l2_dir),
     ):
         parts += [f"{flag} {value}"] if value is not None else []
-    if options.chunk_tokens != LadderOptions.chunk_tokens:
-        parts.append(f"--chunk-tokens {options.chunk_tokens}")
-    if options.requests != LadderOptions.requests:
-        parts.append(f"--requests {options.requests}")
+    parts.append(f"--chunk-tokens {options.chunk_tokens} --requests {options.requests}")
     return " ".join(parts)
-
-
-def _combined_hash(results: list[CellResult]) -> str:
-    """One hash over the cells' trace hashes, in the order of the matrix."""
-    return blake3.blake3("".join(f"{cell.cell}={cell.trace_hash};" for cell in results).encode()).hexdigest()[:32]

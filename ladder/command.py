@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.cli import parse_bytes
-from kvcore.ladder.options import LadderOptions, check_cells, check_rungs, check_seed, check_target
+from kvcore.errors import ConfigError
+from kvcore.ladder.options import REQUESTS, LadderOptions, check_cells, check_rungs, check_seed, check_target
 
 
 def register(commands: Any) -> None:
@@ -25,7 +26,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a Mooncake-format trace (JSON lines)")
     parser.add_argument("--cell", action="append", default=[], metavar="CELL", help="one configuration; repeatable")
     parser.add_argument("--connector", metavar="MOD:CLASS", help="climb with your own connector")
-    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests per pass (default 120)")
+    parser.add_argument("--requests", type=int, metavar="N", help="requests per pass (default 120; local 48)")
     parser.add_argument("--chunk-tokens", type=int, default=16, metavar="N", help="cache chunk size in tokens")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
     parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
@@ -36,12 +37,15 @@ def register(commands: Any) -> None:
 
 def options_from(arguments: argparse.Namespace) -> LadderOptions:
     """Check everything that can be checked before the climb."""
+    target = check_target(arguments.target)
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs takes a number of processes from 1 on, not {arguments.jobs}")
     return LadderOptions(
-        target=check_target(arguments.target),
+        target=target,
         passes=check_rungs(arguments.rungs),
         seed=check_seed(arguments.seed),
         trace=arguments.trace,
-        requests=arguments.requests,
+        requests=REQUESTS[target] if arguments.requests is None else arguments.requests,
         chunk_tokens=arguments.chunk_tokens,
         l1_bytes=arguments.l1,
         l2_dir=arguments.l2,
@@ -52,7 +56,7 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
 
 def run(arguments: argparse.Namespace) -> int:
     """Climb, print, and answer with the exit status."""
-    from kvcore.ladder.climb import climb_all  # needs the `sim` extra; --help does not
+    from kvcore.ladder.climb import climb_all  # heavy; --help does without
     from kvcore.ladder.table import render
 
     options = options_from(arguments)

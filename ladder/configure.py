@@ -6,6 +6,7 @@ cell's position in the matrix, so that the whole matrix covers each of them seve
 
 from __future__ import annotations
 
+from kvcore.errors import ConfigError
 from kvcore.keys import Namespace
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
@@ -15,6 +16,7 @@ from kvcore.sim.model import FingerprintModel, build_model
 
 MODEL_NAME = "fingerprint"
 L1_BYTES = 8 << 20
+CHUNK_TOKENS_MAX = 48
 L2_CHOICES = (("file",), ("memory",), ("memory", "file"))
 
 
@@ -22,6 +24,11 @@ def configure(
     cell: MatrixCell, options: LadderOptions, l2: tuple[str, ...] | None = None
 ) -> tuple[StackConfig, FingerprintModel]:
     """The cache's configuration and the model. Raises `ConfigError` for a chunk size that does not fit the groups."""
+    if options.chunk_tokens > CHUNK_TOKENS_MAX:
+        raise ConfigError(
+            f"chunks of {options.chunk_tokens} tokens are too long: requests have up to 40 chunks, "
+            f"and the simulated model has positions for chunks of {CHUNK_TOKENS_MAX} tokens at most"
+        )
     layout, model = build_model(cell.groups, cell.ranks, chunk_tokens=options.chunk_tokens, seed=options.seed + 1)
     place = FULL_MATRIX.index(cell)
     namespace = Namespace(MODEL_NAME, kv_dtype="uint64", layout=layout.fingerprint, chunk_tokens=options.chunk_tokens)

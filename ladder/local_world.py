@@ -1,9 +1,11 @@
 """`LocalWorld`: the real outside of one run - the asyncio loop, threads, eventfd, files, sockets and the clock.
 
 In-process cells use the in-memory transport; cells with servers talk over ZeroMQ through ipc sockets, all in this
-process but through the kernel. Files and sockets lie in private directories (0700) that `close` removes.
+process but through the kernel. Files and sockets lie in private directories (0700) that `close` removes. Files go to
+/dev/shm where there is one: a climb makes and deletes thousands of small ones, and a busy disk would take most of its
+time. `--l2 DIR` puts them on a disk.
 
-Who holds: the world holds the directories and the devices. `close` ends them, after the stack has been closed.
+Who holds: the world holds the directories, transports and devices. `close` ends them, after the stack has been closed.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvcore.errors import ConfigError
 from kvcore.ladder.watched_device import WatchedDevice
-from kvcore.ports import ClientTransport, Executor, Files, Notice, NullTracer, ServerTransport, Tracer
+from kvcore.ports import ClientTransport, Clock, Executor, Files, Notice, NullTracer, ServerTransport, Tracer
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.executor import ThreadExecutor
@@ -29,6 +31,13 @@ from kvcore.service.zmq_transport import ZmqClientTransport, ZmqServerTransport
 from kvcore.sim.engine.device import PagedMemory
 
 T = TypeVar("T")
+
+
+class _Closing(Protocol):
+    def close(self) -> None: ...
+
+
+_Port = TypeVar("_Port", bound=_Closing)
 
 PREFIX = "kvcore-ladder-"
 _EXECUTOR_THREADS = 2
@@ -67,24 +76,32 @@ def _private_directory(parent: Path | None) -> Path:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
-        raise ConfigError(f"cannot write in {parent or tempfile.gettempdir()}: {error.strerror}") from None
+        where = tempfile.gettempdir() if parent is None else f"--l2: {parent}"
+        raise ConfigError(f"{where} cannot be written: {error.strerror}") from None
+
+
+def _memory_directory() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir="/dev/shm"))
+    except OSError:
+        return _private_directory(None)
 
 
 class LocalWorld:
     """Built and used on the running loop. `memory` is the engine's; its pages are what the devices watch."""
 
     def __init__(self, memory: PagedMemory, *, in_process: bool, l2: Path | None, ballast_bytes: int = 0) -> None:
-        self.clock = SystemClock()
+        self.clock: Clock = SystemClock()
         self.tracer: Tracer = NullTracer()
         self._loop = asyncio.get_running_loop()
         self._memory = memory
         self._in_process = in_process
         self._ballast_bytes = ballast_bytes
-        self._l2 = _private_directory(l2)
+        self._l2 = _private_directory(l2) if l2 is not None else _memory_directory()
         self._sockets = _private_directory(None)  # short: the path of an ipc socket has about 100 bytes at most
         self._turns = threading.Lock()
         self._local: dict[int, LocalServerTransport] = {}
-        self._devices: list[WatchedDevice] = []
+        self._ports: list[_Closing] = []
 
     def inside(self, process: str, build: Callable[[], T]) -> T:
         return build()
@@ -100,26 +117,28 @@ class LocalWorld:
 
     def listen(self, server: int) -> ServerTransport:
         if self._in_process:
-            self._local[server] = LocalServerTransport(self._loop)
+            self._local[server] = self._keep(LocalServerTransport(self._loop))
             return self._local[server]
-        return ZmqServerTransport(self._loop, self._address(server))
+        return self._keep(ZmqServerTransport(self._loop, self._address(server)))
 
     def connect(self, server: int, client: str) -> ClientTransport:
         if self._in_process:
             return self._local[server].connect()
-        return ZmqClientTransport(self._loop, self._address(server))
+        return self._keep(ZmqClientTransport(self._loop, self._address(server)))
 
     def device(self, rank: int) -> WatchedDevice:
         inner = ThreadCopyEngine(self._loop, f"device{rank}")
-        device = WatchedDevice(inner, self._memory.buffers[rank], self._turns, self._ballast_bytes)
-        self._devices.append(device)
-        return device
+        return self._keep(WatchedDevice(inner, self._memory.buffers[rank], self._turns, self._ballast_bytes))
 
     def close(self) -> None:
-        for device in self._devices:
-            device.close()
+        for port in reversed(self._ports):
+            port.close()
         for directory in (self._l2, self._sockets):
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _keep(self, port: _Port) -> _Port:
+        self._ports.append(port)
+        return port
 
     def _address(self, server: int) -> str:
         return f"ipc://{self._sockets}/server{server}"

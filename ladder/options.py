@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.result import expand_rungs, parse_rungs
 
 TARGETS = ("sim", "local")
+REQUESTS = {"sim": 120, "local": 48}
+"""Requests per pass when nobody says otherwise. Real time is dearer than simulated time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class LadderOptions:
     l2_dir: Path | None = None
     connector: str | None = None
     cells: tuple[MatrixCell, ...] = FULL_MATRIX
+    watched: bool = True  # False: no oracles and no trace, to measure what they cost
 
     def default_trace(self) -> Path | None:
         """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""
@@ -48,18 +53,18 @@ def check_target(name: str) -> str:
     raise ConfigError(f"unknown target {name!r}: this version has {' and '.join(TARGETS)}{hint}")
 
 
-def check_rungs(text: str) -> tuple[str, ...]:
+def check_rungs(text: str, option: str = "--rungs") -> tuple[str, ...]:
     """The passes to climb for `--rungs`."""
     try:
         return parse_rungs(text)
     except ValueError as error:
-        raise ConfigError(f"--rungs: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
 
 
-def check_seed(text: str) -> int:
+def check_seed(text: str, option: str = "--seed") -> int:
     """A non-negative integer."""
     if not text.isdigit():
-        raise ConfigError(f"--seed takes a whole number from 0 on, not {text!r}")
+        raise ConfigError(f"{option} takes a whole number from 0 on, not {text!r}")
     return int(text)
 
 
@@ -72,13 +77,25 @@ def check_cells(names: Sequence[str]) -> tuple[MatrixCell, ...]:
 
 
 def load_connector(path: str) -> Any:
-    """Import `package.module:Class`."""
+    """Import `package.module:Class`, from the current directory too, as pytest and other runners do."""
     module_name, colon, class_name = path.partition(":")
-    if not colon:
+    if not (colon and module_name and class_name):
         raise ConfigError(f"--connector takes package.module:Class, not {path!r}")
+    module = _import_module(module_name)
+    found = getattr(module, class_name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(class_name, [name for name in vars(module) if name[0] != "_"], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--connector: module {module_name} has no class {class_name}{hint}")
+    return found
+
+
+def _import_module(name: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except ImportError as error:
-        raise ConfigError(f"--connector: cannot import {module_name}: {error}") from None
-    except AttributeError:
-        raise ConfigError(f"--connector: module {module_name} has no class {class_name}") from None
+        return importlib.import_module(name)
+    except Exception as error:  # their module may raise anything while it is imported
+        text = " ".join(str(error).split())
+        raise ConfigError(f"--connector: cannot import {name}: {type(error).__name__}: {text}") from None

@@ -275,8 +275,10 @@ class CacheStack:
             for adapter in server.adapters:
                 adapter.delete(list(filter(lambda key: key.chunk_hash in gone, adapter.keys())))
 
-    def ever_published(self) -> set[Cell]:
-        return {cell_of(key) for server in self.servers for key in server.l1.ever_published}
+    def ever_published(self, cell: Cell) -> bool:
+        group, rank, chunk_hash = cell
+        server = self.servers[self.config.placement.server_of(rank, chunk_hash)]
+        return ObjectKey(chunk_hash, self.config.namespace.model_name, rank, group) in server.l1.ever_published
 
     def held(self, request_id: str) -> tuple[set[Cell], int] | None:
         tracker = self._scheduler.tracker(request_id)

@@ -24,7 +24,8 @@ def render(result: LadderResult) -> str:
     lines = [f"ladder: target {result.target}, {len(result.cells)} configuration(s), seed {result.seed}"]
     lines += [f"workload: {result.workload}", "", head, "-" * len(head)]
     lines += [_line(rung) for rung in result.totals()]
-    lines += ["", f"trace hash {result.trace_hash}", _speed(result), f"verdict: {result.verdict}"]
+    lines += ["", *([f"trace hash {result.trace_hash}"] if result.trace_hash else []), _speed(result)]
+    lines += [f"verdict: {result.verdict}"]
     lines += _failures(result)
     return "\n".join(lines)
 

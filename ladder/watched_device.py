@@ -32,6 +32,8 @@ STORE_STREAM = "store"
 class _Entry(NamedTuple):
     ticket: CopyTicket
     after: Sequence[DeviceEvent]
+    reads: frozenset[int]
+    writes: frozenset[int]
 
 
 class WatchedDevice:
@@ -44,8 +46,7 @@ class WatchedDevice:
         self._pages = pages
         self._turns = turns
         self._book = threading.Lock()
-        self._reads: dict[int, list[_Entry]] = {}
-        self._writes: dict[int, list[_Entry]] = {}
+        self._open: list[_Entry] = []
         self._ballast: list[Copy] = []
         if ballast_bytes:
             scratch = np.zeros((2, ballast_bytes), dtype=np.uint8)
@@ -65,9 +66,10 @@ class WatchedDevice:
 
     def submit(self, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> CopyTicket:
         batch = [*self._ballast, *copies] if stream == STORE_STREAM else copies
+        reads, writes = self._blocks(copies)
         with self._book:  # a write in a compute thread sees the batch whole or not at all
             ticket = self._inner.submit(batch, stream=stream, after=after)
-            self._enter(copies, _Entry(ticket, tuple(after)))
+            self._open = [*filter(_unfinished, self._open), _Entry(ticket, tuple(after), reads, writes)]
         return ticket
 
     def close(self) -> None:
@@ -78,20 +80,20 @@ class WatchedDevice:
     def overwritten(self, blocks: Collection[int]) -> int | None:
         """A block among `blocks` that an unfinished copy reads, with nothing left to keep it from reading now."""
         with self._book:
-            return next((block for block in blocks if any(map(_may_run, self._reads.get(block, ())))), None)
+            lost = [entry.reads & frozenset(blocks) for entry in self._open if _may_run(entry)]
+        return min((block for found in lost for block in found), default=None)
 
     def torn(self, blocks: Collection[int]) -> int | None:
         """A block among `blocks` that an unfinished copy writes."""
         with self._book:
-            return next((block for block in blocks if any(map(_unfinished, self._writes.get(block, ())))), None)
+            lost = [entry.writes & frozenset(blocks) for entry in self._open if _unfinished(entry)]
+        return min((block for found in lost for block in found), default=None)
 
-    def _enter(self, copies: Sequence[Copy], entry: _Entry) -> None:
-        for copy in copies:
-            if copy.block_id < 0:
-                continue
-            for side, book in ((copy.source, self._reads), (copy.target, self._writes)):
-                if np.may_share_memory(np.asarray(side), self._pages):
-                    book[copy.block_id] = [*filter(_unfinished, book.get(copy.block_id, ())), entry]
+    def _blocks(self, copies: Sequence[Copy]) -> tuple[frozenset[int], frozenset[int]]:
+        """(blocks read, blocks written). Told from where the first copy's memory lies: a batch has one direction."""
+        blocks = frozenset(copy.block_id for copy in copies if copy.block_id >= 0)
+        reads = bool(blocks) and np.may_share_memory(np.asarray(copies[0].source), self._pages)
+        return (blocks, frozenset()) if reads else (frozenset(), blocks)
 
 
 def _unfinished(entry: _Entry) -> bool:

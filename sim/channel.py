@@ -47,11 +47,6 @@ class Channel:
         """Deliveries that have not been taken yet."""
         return len(self._queue)
 
-    @property
-    def last_ns(self) -> int:
-        """The earliest time at which one more post could be delivered, if that is later than now."""
-        return self._last_ns
-
     def post(
         self, callback: Callable[..., object], *args: Any, delay_ns: int = 0, context: Context | None = None
     ) -> SimHandle:

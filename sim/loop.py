@@ -264,10 +264,6 @@ class SimLoop(NoOutsideLoop):
         incarnation = CURRENT.get()
         return None if incarnation is None else incarnation.process
 
-    def current_incarnation(self) -> Incarnation | None:
-        """The life of a process whose code is running. Ports keep it and ask it for `alive`."""
-        return CURRENT.get()
-
     def bury(self, incarnation: Incarnation) -> None:
         """Mark dead and keep every pending task of that life referenced. For `SimProcess.crash`."""
         incarnation.alive = False

@@ -144,7 +144,7 @@ def _powers(base: int, count: int) -> U64:
     return powers
 
 
-FULL_BLOCK_TOKENS = 4
+FULL_BLOCK_TOKENS = 8
 WINDOW_BLOCK_TOKENS = 4
 RECURRENT_BLOCK_TOKENS = 16
 WINDOW_TOKENS = 40

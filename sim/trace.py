@@ -94,7 +94,6 @@ class Trace:
         "keep_picks",
         "now_ns",
         "on_error",
-        "pick_count",
         "picks",
     )
 
@@ -102,7 +101,6 @@ class Trace:
         self.events: list[TraceEvent] = []
         self.picks: list[int] = []  # filled by the loop, emptied here
         self.event_count = 0
-        self.pick_count = 0
         self.keep_picks = keep_picks  # the loop then adds a named "pick" event for each pick
         self.now_ns: Callable[[], int] = _time_zero
         self.on_error: Callable[[BaseException], None] = _raise
@@ -150,7 +148,6 @@ class Trace:
         if not picks:
             return
         self._hasher.update(array("q", picks))
-        self.pick_count += len(picks)
         picks.clear()
 
     def mute(self) -> None:

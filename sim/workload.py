@@ -35,7 +35,7 @@ from kvcore.sim.model import TOKEN_BITS
 TRACE_BLOCK_TOKENS = 512
 FAMILIES_MIN = 20
 OUTPUT_TOKENS_MIN = 2
-OUTPUT_TOKENS_MAX = 12
+OUTPUT_TOKENS_MAX = 24
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _LENGTH_MAX = 1 << 24
 _HASH_ID_MAX = 1 << 62
@@ -195,7 +195,7 @@ def workload_from_trace(
     rows: Sequence[TraceRow],
     seed: int,
     requests: int = 120,
-    families: int = 20,
+    families: int = FAMILIES_MIN,
     chunk_tokens: int = 16,
     max_chunks: int = 40,
     *,
@@ -230,10 +230,10 @@ _Member = tuple[int, TraceRow]
 
 
 def _families(rows: Iterable[TraceRow], max_chunks: int) -> list[list[_Member]]:
-    """Rows by their first two blocks, those with two members or more; larger families first."""
+    """Rows that fit, by their first two blocks; families with two members or more, larger ones first."""
     found: dict[tuple[int, ...], list[_Member]] = {}
     for index, row in enumerate(rows):
-        if len(row.hash_ids) >= 2:
+        if 2 <= len(row.hash_ids) <= max_chunks:
             found.setdefault(row.hash_ids[:2], []).append((index, row))
     shared = [members for members in found.values() if _shares(members, max_chunks)]
     return sorted(shared, key=lambda members: (-len(members), members[0][0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvcore.ports import ClientTransport, Executor, Files, Notice, ServerTransport, Tracer
+from kvcore.ports import ClientTransport, Clock, Executor, Files, Notice, ServerTransport, Tracer
 from kvcore.service.local import LocalServerTransport
 from kvcore.sim.loop import SimLoop
 from kvcore.sim.ports.clock import SimClock
@@ -26,12 +26,20 @@ class SimWorld:
     that preemption meets copies in flight.
     """
 
-    def __init__(self, loop: SimLoop, *, in_process: bool, page_ns: tuple[int, int] = (5_000, 120_000)) -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        *,
+        in_process: bool,
+        page_ns: tuple[int, int] = (10_000, 200_000),
+        load_page_ns: tuple[int, int] = (500, 20_000),
+    ) -> None:
         self.loop = loop
-        self.clock = SimClock(loop)
+        self.clock: Clock = SimClock(loop)
         self.tracer: Tracer = loop.trace
         self._in_process = in_process
         self._page_ns = page_ns
+        self._load_page_ns = load_page_ns
         self._network = SimNetwork(loop)
         self._local: dict[int, LocalServerTransport] = {}
         self._processes: dict[str, SimProcess] = {}
@@ -67,4 +75,6 @@ class SimWorld:
         return self._network.connect(f"server{server}", f"{client}>server{server}")
 
     def device(self, rank: int) -> SimCopyEngine:
-        return SimCopyEngine(self.loop, f"device{rank}", page_ns=self._page_ns)
+        device = SimCopyEngine(self.loop, f"device{rank}", page_ns=self._page_ns)
+        device.page_ns_of["load"] = self._load_page_ns
+        return device

@@ -62,12 +62,21 @@ class SchedulerSide(Protocol):
         """The request lost its blocks; the very step that is being built may write them."""
         ...
 
-    def finished(self, request_id: str, blocks: BlockTable) -> bool:
-        """The request has ended or was aborted. True: keep its blocks until every worker reports it `sent`."""
+    def finished(self, request: RequestView, blocks: BlockTable) -> bool:
+        """The request has ended or was aborted; the KV of its last sampled token was never computed. True: keep its blocks until every worker reports it `sent`.
+
+        The blocks of an asynchronous load that still runs are the engine's to keep, until it is reported `received`:
+        that report comes in any case.
+        """
         ...
 
     def update_output(self, finished: Finished, error_blocks: frozenset[int]) -> None:
-        """The workers' reports of a step, combined over ranks (an id counts when the last rank has reported it)."""
+        """The workers' reports of a step, combined over ranks (an id counts when the last rank has reported it).
+
+        Once per step, in the order of the steps, also when there is nothing to report; with synchronous loads exactly
+        one batch may be in flight, so that the loads of a step have ended when its reports come. Error blocks of an
+        asynchronous load may come rank by rank, before the step that reports it `received`.
+        """
         ...
 
 

@@ -1,7 +1,10 @@
-"""What the scheduler side tells the workers about one step. Plain MessagePack-able values.
+"""What the scheduler side tells the workers about one step. Plain MessagePack-able values. Pure.
 
 Block ids are the same on every rank; each worker loads and stores the rows of its own rank. A plan holds nothing: the
 leases it relies on belong to (session, generation) at the cache servers, the blocks to the engine's request.
+
+`generation` numbers one attempt to run one request and is never used twice by a scheduler side. Request ids are the
+client's and come back; whatever a worker keeps beyond a step is therefore keyed by generation.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ class CellBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Load these cells for a request; they are leased under (session, generation)."""
+    """Load these cells for a request; they are leased under (session, generation).
+
+    No cells: nothing is to be moved (layers that need no past), the load is still reported.
+    """
 
     request_id: str
     session: str
@@ -41,11 +47,23 @@ class StorePlan(msgspec.Struct, frozen=True, array_like=True):
     cells: tuple[CellBlocks, ...]
 
 
+class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The engine holds the blocks of this request's last generation until every worker has reported it `sent`."""
+
+    request_id: str
+    generation: int
+
+
 class StepMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One step. `allocated`: blocks that may be written from now on; `ended`: report these as `sent` when unread."""
+    """One step.
+
+    `allocated`: blocks that may be written from now on. `ended`: report these as `sent` when unread. `given_up`: generations
+    that will be run again, so that their stores may be lost.
+    """
 
     step: int
     allocated: tuple[int, ...]
     loads: tuple[LoadPlan, ...]
     stores: tuple[StorePlan, ...]
-    ended: tuple[str, ...]
+    ended: tuple[EndedRequest, ...]
+    given_up: tuple[int, ...] = ()

@@ -1,39 +1,57 @@
 """The scheduler side of a connector, engine-neutral: what to promise, what to load, what to store.
 
+Theory of operation
+-------------------
+What is known of one request, and which moves it may make, is the pure `RequestTracker`; this is the shell around it
+that talks to the servers and fills the workers' plans.
+
     matched_tokens   1. hash the known tokens (prompt + generated), start a lookup, answer None
                      2. lookup fixed: greatest servable length -> tokens beyond the local prefix
     after_alloc      3. settle on that length (the rest of the leases goes back at once), plan the load
     build_meta       4. plan the stores of chunks that this step completes
-    update_output    5. loads ended: good -> may be stored from; bad -> the verdict is forgotten
+    update_output    5. loads ended: the leases go back; good -> may be stored from; bad -> the verdict is forgotten
     preempted        6. end the generation: leases back, block ids forgotten, store position restarts
     finished         7. last stores, session ended; hold the blocks while workers may read them
 
 The hit contract: 0 <= promised <= n - 1 - local. Asking has no effect that a second question sees: the answer is
 computed from the generation's fixed set of lengths. A question in a later phase means that the engine gave up the
 attempt (failed load), so it opens a new generation; after `load_failures_max` failed loads the request is computed
-without the cache.
+without the cache. Two exceptions: while an asynchronous load runs the answer is None (its blocks are being written),
+and after one that ended well it is 0 (it is not loaded a second time).
 
 A lookup is made with the local prefix of that moment (`skip_chunks`): nothing the engine has is prefetched. If the
-local prefix has shrunk when the answer is used, the answer does not hold, and the lookup is made again.
+local prefix has shrunk, or the tokens have changed, when the answer is used, the lookup is made again.
 
 Stores name only tokens that are computed when the step has run, never the slot of the token it samples. A request that
-loads synchronously in a step stores nothing in that step: the forward pass may have run over a failed load, on this
-rank or on another, and only the next `update_output` tells.
+loads synchronously in a step stores nothing in that step, nor does one that was admitted in it and shares blocks
+that are being loaded: the forward pass may run over a failed load, on this rank or on another, and only the next
+`update_output` tells.
 
-Who holds: trackers hold no memory; leases are the servers', blocks the engine's. Who frees: this class, by
+Request ids are the client's and may come back at once. Sessions and generations are ours and do not, and everything
+that outlives a step is named by them - except the engine's own report that a load has ended. An id whose load still
+runs when the request is aborted is therefore an *orphan*: until that report has come, a new request of that name is
+computed without the cache, so that the old load's report cannot end the new one's.
+
+Who holds: trackers hold no memory; leases are the servers', blocks the engine's. Who announces: the client (lookup),
+`update_output` (loads), the workers' `sent` (stores of ended requests). Who frees: this class, by
 `client.settle/release/end`, on every path, each generation exactly once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from kvcore.connectors.plan import LoadPlan, StepMeta, StorePlan
-from kvcore.connectors.tracker import Phase, RequestTracker, load_cells, store_cells
-from kvcore.connectors.views import BlockTable, Finished, RequestView, ScheduledRequest, StepView
+from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
+from kvcore.connectors.tracker import Phase, RequestTracker
+from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
+from kvcore.errors import CallerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
 from kvcore.service.client import SchedulerClient
+
+_ID_CHARS_MAX = 128
+"""Of a request id, in a session name: for people who read logs. The number behind it makes the name unique."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +65,21 @@ class SchedulerConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConnectorStatistics:
+    """Counters grow; `requests_open`, `loads_open` and `orphans` are of now. Tokens are counted once per admission."""
+
     requests: int
+    requests_open: int
     lookups: int
+    tokens_queried: int  # beyond the engine's own prefix, of admitted requests whose lookup had an answer
+    tokens_hit: int  # of these, promised and taken
     loads_planned: int
+    loads_open: int
     cells_load_planned: int
     cells_store_planned: int
     generations: int
     load_failures: int
     resumes_with_load: int
+    orphans: int
 
 
 class SchedulerConnector:
@@ -72,44 +97,50 @@ class SchedulerConnector:
         self._client = client
         self._config = config or SchedulerConnectorConfig()
         self._trackers: dict[str, RequestTracker] = {}
+        self._unconfirmed: dict[str, RequestTracker] = {}  # with loads that not every rank has reported
+        self._orphans: dict[str, None] = {}
+        # for the next step
         self._loads: dict[str, LoadPlan] = {}
         self._stores: list[StorePlan] = []
-        self._ended: list[str] = []
+        self._ended: list[EndedRequest] = []
+        self._given_up: list[int] = []
+        self._admitted: dict[str, None] = {}
         self._sessions = 0
         self._generation = 0
-        self._counts: dict[str, int] = dict.fromkeys(SchedulerConnectorStatistics.__dataclass_fields__, 0)
+        self._counts: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ asking
 
     def matched_tokens(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
-        """See `kvcore.ladder.connector.SchedulerSide`."""
-        assert local_tokens >= 0
-        tracker = self._tracker(request)
-        if tracker.phase in (Phase.LOADING, Phase.RUNNING):
-            self._new_generation(tracker)  # the engine gave this attempt up without a preemption: its load failed
-        if not self._worth_asking(tracker, local_tokens):
+        """See `kvcore.connectors.interface.SchedulerSide`. Never blocks; sends at most one lookup per generation."""
+        if local_tokens < 0:
+            raise CallerError(f"{request.request_id}: local_tokens must not be negative: {local_tokens}")
+        tracker = self._trackers.get(request.request_id) or self._new_tracker(request)
+        if tracker.phase is Phase.LOADING and self._config.load_async:
+            return None, False
+        if tracker.has_delivered(local_tokens):
             return 0, False
-        if tracker.phase is not Phase.IDLE and local_tokens // self._layout.chunk_tokens < tracker.skip_chunks:
-            self._new_generation(tracker)  # the local prefix this lookup relied on is gone
+        if not tracker.answers(len(request.tokens), local_tokens):
+            self._new_generation(tracker)
+        if not self._worth_asking(tracker, len(request.tokens), local_tokens):
+            return 0, False
         if tracker.phase is Phase.IDLE:
-            self._start_lookup(tracker, local_tokens)
+            self._start_lookup(tracker, request, local_tokens)
         if tracker.phase is Phase.LOOKING:
             self._poll(tracker)
         if tracker.phase is Phase.LOOKING:
             return None, False
-        return self._promise(tracker, local_tokens)
+        tokens = tracker.promise(local_tokens)
+        return tokens, tokens > 0 and self._config.load_async
 
-    def _worth_asking(self, tracker: RequestTracker, local_tokens: int) -> bool:
-        if tracker.load_failures >= self._config.load_failures_max:
+    def _worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
+        if tracker.load_failures >= self._config.load_failures_max or tracker.request_id in self._orphans:
             return False
-        chunk = self._layout.chunk_tokens
-        usable = self._layout.usable_tokens(len(tracker.tokens) // chunk, len(tracker.tokens))
-        return usable > local_tokens
+        return self._layout.usable_tokens(tokens // self._layout.chunk_tokens, tokens) > local_tokens
 
-    def _start_lookup(self, tracker: RequestTracker, local_tokens: int) -> None:
-        tracker.looked_up_tokens = len(tracker.tokens)
-        tracker.skip_chunks = local_tokens // self._layout.chunk_tokens
-        tracker.phase = Phase.LOOKING
+    def _start_lookup(self, tracker: RequestTracker, request: RequestView, local_tokens: int) -> None:
+        tracker.look(request.tokens, local_tokens)
+        self._hash(tracker)
         self._counts["lookups"] += 1
         self._client.start(
             tracker.session,
@@ -122,146 +153,152 @@ class SchedulerConnector:
 
     def _poll(self, tracker: RequestTracker) -> None:
         outcome = self._client.poll(tracker.session, tracker.generation)
-        if outcome is None:
-            return
-        assert outcome.lengths & 1, "no prefix at all is always servable"
-        tracker.lengths = outcome.lengths
-        tracker.phase = Phase.KNOWN
-
-    def _promise(self, tracker: RequestTracker, local_tokens: int) -> tuple[int, bool]:
-        assert tracker.looked_up_tokens == len(tracker.tokens), "a waiting request does not grow"
-        length = self._layout.best(tracker.lengths)
-        tokens = self._layout.usable_tokens(length, tracker.looked_up_tokens)
-        tracker.asked_local = local_tokens
-        tracker.promised = max(0, tokens - local_tokens)
-        assert tracker.promised <= len(tracker.tokens) - 1 - local_tokens or tracker.promised == 0
-        return tracker.promised, tracker.promised > 0 and self._config.load_async
+        if outcome is not None:
+            tracker.fix(outcome.lengths)
 
     # ------------------------------------------------------------------ allocation
 
     def after_alloc(self, request: RequestView, blocks: BlockTable, external_tokens: int) -> None:
-        """Take up the promise, or let it go."""
-        tracker = self._trackers[request.request_id]
-        if tracker.phase in (Phase.LOADING, Phase.RUNNING):
-            assert external_tokens == 0, "one load per generation"
+        """Take up the promise, or let it go. Raises `CallerError` if the engine takes what was not promised."""
+        request_id = request.request_id
+        tracker = self._trackers.get(request_id)
+        self._admitted[request_id] = None
+        if tracker is None or tracker.phase in (Phase.LOADING, Phase.RUNNING):
+            if external_tokens:
+                raise CallerError(f"{request_id}: {external_tokens} tokens are to be loaded that nobody has asked for")
             return
-        length = self._layout.best(tracker.lengths)
-        # What the engine had itself was not looked up, so the cache may lack it: start at 0, resident cells are
-        # refused cheaply.
-        tracker.stored_chunks = 0 if tracker.skip_chunks else length
+        if tracker.phase is Phase.KNOWN:
+            self._counts["tokens_queried"] += tracker.looked_up_tokens - tracker.local_tokens
         if external_tokens == 0:
             self._release(tracker)
-            tracker.phase = Phase.RUNNING
+            tracker.decline()
             return
-        assert tracker.phase is Phase.KNOWN
-        assert external_tokens == tracker.promised, "the engine takes what was promised"
-        self._client.settle(tracker.session, tracker.generation, length)
-        self._plan_load(tracker, blocks, length)
+        if tracker.phase is not Phase.KNOWN or external_tokens != tracker.promised_tokens:
+            raise CallerError(
+                f"{request_id}: the engine takes {external_tokens} tokens, {tracker.promised_tokens} were promised"
+            )
+        self._client.settle(tracker.session, tracker.generation, tracker.length)
+        self._plan_load(tracker, tracker.take_load(blocks))
 
-    def _plan_load(self, tracker: RequestTracker, blocks: BlockTable, length: int) -> None:
-        rows = self._layout.unfold(length, tracker.looked_up_tokens, tracker.asked_local // self._layout.chunk_tokens)
-        needed = rows[: len(self._layout.groups)]  # the rule is the same on every rank
-        cells = load_cells(self._layout, tracker.hashes, needed, blocks, tracker.asked_local)
-        assert cells, "promised tokens need at least one cell"
-        tracker.phase = Phase.LOADING
-        tracker.confirmed = False
-        tracker.load_blocks = {block: cell.chunk for cell in cells for block in cell.blocks if block}
+    def _plan_load(self, tracker: RequestTracker, cells: list[CellBlocks]) -> None:
+        assert tracker.request_id not in self._loads, "one load per generation"
+        self._unconfirmed[tracker.request_id] = tracker
         self._loads[tracker.request_id] = LoadPlan(
             tracker.request_id, tracker.session, tracker.generation, self._config.load_async, tuple(cells)
         )
+        self._counts["tokens_hit"] += tracker.promised_tokens
         self._counts["loads_planned"] += 1
         self._counts["cells_load_planned"] += len(cells)
-        self._counts["resumes_with_load"] += tracker.generation_count > 1
+        self._counts["resumes_with_load"] += tracker.resumed
 
     # ------------------------------------------------------------------ the step
 
     def build_meta(self, step: StepView) -> StepMeta:
         """Plan this step's stores and hand over everything that was planned since the last step."""
+        loads = tuple(self._loads.values())
+        loading = frozenset(
+            block for plan in loads if not plan.load_async for cell in plan.cells for block in cell.blocks
+        ) - {NULL_BLOCK}
         for scheduled in step.scheduled:
-            self._plan_stores(scheduled)
+            self._take_step(scheduled, loading)
         meta = StepMeta(
             step.step,
             tuple(sorted(step.allocated)),
-            tuple(self._loads.values()),
+            loads,
             tuple(self._stores),
             tuple(self._ended),
+            tuple(self._given_up),
         )
-        self._loads, self._stores, self._ended = {}, [], []
+        self._loads, self._stores, self._ended, self._given_up, self._admitted = {}, [], [], [], {}
         return meta
 
-    def _plan_stores(self, scheduled: ScheduledRequest) -> None:
-        tracker = self._trackers.get(scheduled.request_id)
+    def _take_step(self, scheduled: ScheduledRequest, loading: frozenset[int]) -> None:
+        request_id = scheduled.request_id
+        tracker = self._trackers.get(request_id)
         if tracker is None:
             return
-        loading_now = scheduled.request_id in self._loads
-        tracker.tokens = scheduled.tokens
-        tracker.step_start = scheduled.computed_tokens
-        tracker.computed_tokens = scheduled.computed_tokens + scheduled.scheduled_tokens
-        if tracker.confirmed and not loading_now:
-            self._store_completed(tracker, scheduled.blocks)
+        if tracker.phase not in (Phase.LOADING, Phase.RUNNING):
+            raise CallerError(f"{request_id} runs, but after_alloc() was not called for it")
+        tracker.schedule(scheduled.computed_tokens, scheduled.scheduled_tokens, scheduled.tokens)
+        if loading and request_id in self._admitted:
+            tracker.watch(loading, scheduled.blocks)
+        if not tracker.confirmed:
+            self._unconfirmed[request_id] = tracker
+        self._plan_stores(tracker, scheduled.blocks)
 
-    def _store_completed(self, tracker: RequestTracker, blocks: BlockTable) -> None:
-        """Plan every chunk that is computed and not yet stored in this generation."""
-        end = tracker.computed_tokens // self._layout.chunk_tokens
-        if end <= tracker.stored_chunks:
+    def _plan_stores(self, tracker: RequestTracker, blocks: BlockTable) -> None:
+        if tracker.chunks_due <= tracker.stored_chunks:
             return
         self._hash(tracker)
-        cells = store_cells(
-            self._layout,
-            tracker.hashes,
-            range(tracker.stored_chunks, end),
-            blocks,
-            (tracker.step_start, tracker.computed_tokens),
-        )
-        tracker.stored_chunks = end
+        cells = tracker.take_stores(blocks)
         if cells:
-            plan = StorePlan(tracker.request_id, tracker.generation, tracker.cache_salt, tuple(cells))
-            self._stores.append(plan)
-            tracker.stores_planned = True
+            self._stores.append(StorePlan(tracker.request_id, tracker.generation, tracker.cache_salt, tuple(cells)))
             self._counts["cells_store_planned"] += len(cells)
 
     def update_output(self, finished: Finished, error_blocks: frozenset[int]) -> None:
-        """Loads have ended: all of a step's synchronous ones, and the asynchronous ones in `received`."""
-        for tracker in self._trackers.values():
-            if tracker.phase is not Phase.LOADING:
-                continue
-            if self._config.load_async and tracker.request_id not in finished.received:
-                continue
-            bad = [chunk for block, chunk in tracker.load_blocks.items() if block in error_blocks]
-            failed = tracker.request_id in finished.failed
-            self._load_ended(tracker, min(bad) if bad else None, failed)
+        """The workers' reports of one step, combined over ranks. Call it once per step, also when nothing is reported.
 
-    def _load_ended(self, tracker: RequestTracker, bad_chunk: int | None, failed: bool) -> None:
-        tracker.phase = Phase.RUNNING
-        tracker.confirmed = True
-        tracker.load_blocks = {}
-        if bad_chunk is None and not failed:
-            return
-        self._counts["load_failures"] += 1
-        tracker.load_failures += 1
-        tracker.stored_chunks = 0 if bad_chunk is None else min(bad_chunk, tracker.stored_chunks)
+        Loads that end here: the asynchronous ones in `received`, and *all* synchronous ones. That holds because
+        exactly one batch is in flight: every load handed over by `build_meta` belongs to the step whose output this
+        is. An engine with overlapping batches must load asynchronously.
+        """
+        for tracker in list(self._unconfirmed.values()):
+            tracker.note_errors(error_blocks)
+            loading = tracker.phase is Phase.LOADING
+            if loading and self._config.load_async and tracker.request_id not in finished.received:
+                continue
+            self._load_ended(tracker, tracker.request_id in finished.failed)
+        for request_id in finished.received:
+            self._orphans.pop(request_id, None)
+
+    def _load_ended(self, tracker: RequestTracker, failed: bool) -> None:
+        assert tracker.request_id not in self._loads, "a load ended that was not handed over"
+        del self._unconfirmed[tracker.request_id]
+        self._release(tracker)  # what the load did not need: chunks that the engine had by then, parts of a failed one
+        self._counts["load_failures"] += not tracker.end_load(failed)
 
     # ------------------------------------------------------------------ ends
 
     def preempted(self, request_id: str) -> None:
         """All blocks are lost; what a later step loads or stores belongs to a new generation."""
         tracker = self._trackers.get(request_id)
-        if tracker is None:
-            return
-        self._loads.pop(request_id, None)
-        self._new_generation(tracker)
+        if tracker is not None:
+            self._new_generation(tracker)
 
-    def finished(self, request_id: str, blocks: BlockTable) -> bool:
-        """The last stores, the end of the session; True while workers may read the blocks."""
+    def finished(self, request: RequestView, blocks: BlockTable) -> bool:
+        """The last stores and the end of the session. True: workers may read the blocks until they report `sent`.
+
+        Blocks of earlier generations are nobody's any more; the workers' fences protect what still reads them.
+        What is stored is bounded by the steps that have run, not by `request.tokens`, whose last one has no KV.
+        """
+        request_id = request.request_id
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
-        if tracker.confirmed and tracker.phase is Phase.RUNNING and any(blocks):
-            self._store_completed(tracker, blocks)
+        if any(blocks):
+            self._plan_stores(tracker, blocks)
+        self._drop_load(tracker, hand_over=True)
         self._client.end(tracker.session)
+        tracker.leased = False
         if tracker.stores_planned:
-            self._ended.append(request_id)
+            self._ended.append(EndedRequest(request_id, tracker.generation))
         return tracker.stores_planned
+
+    def _drop_load(self, tracker: RequestTracker, *, hand_over: bool) -> None:
+        """The attempt ends while its load may be planned or running.
+
+        An engine that takes back the blocks of an asynchronous load waits for its report first, so at the end of a
+        request the load is handed over all the same: it finds no leases, and is reported.
+        """
+        self._unconfirmed.pop(tracker.request_id, None)
+        if tracker.phase is not Phase.LOADING:
+            return
+        planned = self._loads.get(tracker.request_id)
+        assert planned is None or planned.generation == tracker.generation
+        if self._config.load_async and (planned is None or hand_over):
+            self._orphans[tracker.request_id] = None
+        elif planned is not None:
+            del self._loads[tracker.request_id]
 
     # ------------------------------------------------------------------ helpers
 
@@ -269,21 +306,18 @@ class SchedulerConnector:
         """What is remembered of a request, to look at."""
         return self._trackers.get(request_id)
 
-    def _tracker(self, request: RequestView) -> RequestTracker:
-        tracker = self._trackers.get(request.request_id)
-        if tracker is None:
-            self._sessions += 1
-            self._counts["requests"] += 1
-            session = f"{self._config.session_prefix}{request.request_id}#{self._sessions}"
-            tracker = RequestTracker(request.request_id, session, request.cache_salt, extras=request.extras)
-            tracker.next_generation(self._take_generation())
-            self._trackers[request.request_id] = tracker
-        if tracker.phase is Phase.IDLE:
-            tracker.tokens = request.tokens
-            self._hash(tracker)
+    def _new_tracker(self, request: RequestView) -> RequestTracker:
+        self._sessions += 1
+        self._counts["requests"] += 1
+        session = f"{self._config.session_prefix}{request.request_id[:_ID_CHARS_MAX]}#{self._sessions}"
+        tracker = RequestTracker(
+            self._layout, request.request_id, session, self._take_generation(), request.cache_salt, request.extras
+        )
+        self._trackers[request.request_id] = tracker
         return tracker
 
     def _hash(self, tracker: RequestTracker) -> None:
+        """Bring the hashes up to the known tokens. Tokens are only ever appended to."""
         if len(tracker.tokens) // self._layout.chunk_tokens > len(tracker.hashes):
             tracker.hashes = self._hasher.hash_tokens(tracker.tokens, known=tracker.hashes, extras=tracker.extras)
 
@@ -293,12 +327,22 @@ class SchedulerConnector:
         return self._generation
 
     def _release(self, tracker: RequestTracker) -> None:
-        if tracker.phase is not Phase.IDLE:
+        if tracker.leased:
+            tracker.leased = False
             self._client.release(tracker.session, tracker.generation)
 
     def _new_generation(self, tracker: RequestTracker) -> None:
+        self._drop_load(tracker, hand_over=False)
         self._release(tracker)
+        if tracker.stores_planned:
+            self._given_up.append(tracker.generation)
         tracker.next_generation(self._take_generation())
 
     def statistics(self) -> SchedulerConnectorStatistics:
-        return SchedulerConnectorStatistics(**self._counts)
+        now = {
+            "requests_open": len(self._trackers),
+            "loads_open": len(self._unconfirmed),
+            "orphans": len(self._orphans),
+        }
+        names = SchedulerConnectorStatistics.__dataclass_fields__
+        return SchedulerConnectorStatistics(**{name: now.get(name, self._counts[name]) for name in names})

@@ -1,19 +1,37 @@
 """What the scheduler side remembers of one request. Pure.
 
-A request lives through *generations*: one per attempt to run it. A preemption, a failed load or a shrunken local
-prefix ends the generation; block ids, leases and the store position of the old one are forgotten, and nothing of it
-answers for the new.
+Theory of operation
+-------------------
+A request lives through *generations*: one per attempt to run it. A preemption, a failed load that leaves nothing, a
+local prefix that shrank under a lookup end the generation; block ids, leases and the store position of the old one are
+forgotten, and nothing of it answers for the new.
 
-    IDLE --ask--> LOOKING --result--> KNOWN --alloc, nothing to load--> RUNNING
-                                      KNOWN --alloc, load--> LOADING --received--> RUNNING
-    any --preempted / asked again--> IDLE (new generation)
+    IDLE --look--> LOOKING --fix--> KNOWN --take_load--> LOADING --end_load--> RUNNING
+    IDLE / LOOKING / KNOWN --decline (nothing to load)-------------------------> RUNNING
+    any --next_generation--> IDLE
 
-Who holds: the leases of a generation are held by the cache servers under (session, generation). Who announces done: the
-lookup client (result), the workers' reports (load). Who frees: `SchedulerConnector`, on every way out of a generation.
+1. A lookup is made for `looked_up_tokens` tokens on top of `skip_chunks` chunks that the engine has. Its answer, a set
+   of servable lengths, is fixed once. It answers for a later question iff the tokens are the same and the engine still
+   has those chunks (`answers`); a local prefix that has *grown* only makes the promise shorter.
+2. `promise(local)` is a function of the fixed answer: 0 <= promised <= n - 1 - local. Asking twice changes nothing.
+3. One load per generation at most. Until every rank has reported it, its blocks are *watched*. So are blocks that a
+   request admitted in the same step found in the engine's own cache while they are still being filled for another.
+4. While anything is watched the request is not *confirmed*: what the forward pass computes may rest on garbage, and
+   nothing of it is stored. Reports may come rank by rank, over several steps; the first bad chunk of them all counts.
+5. A failed load takes back everything from its first bad chunk on: computed tokens and what counted as cached.
+   Otherwise an abort before the next step would store what was computed over the hole.
+6. Stores go by `stored_chunks`, which within a generation only grows, so its stores are disjoint and increasing. Chunks
+   [skip, length) that were loaded are not stored: they came from the cache. Chunks below `skip` are: nobody has asked
+   whether the cache has them, and what it has it refuses cheaply.
+7. Only tokens that are computed *and* accepted count: min(end of the step, tokens known). The last sampled token and
+   draft tokens have positions that no accepted token has yet.
 
-The store position `stored_chunks` only grows within a generation, so stores of a generation are disjoint and
-increasing. `confirmed` guards against poisoning: while a synchronous load of this generation has not been reported
-good by every rank, what the forward pass wrote may rest on garbage and must not be stored.
+Rejected: deriving the phase from several flags (each fix for one hazard broke another); a "confirmed" flag that the
+next step sets (a request may end before there is a next step).
+
+Who holds: the leases of a generation are held by the cache servers under (session, generation); `leased` says whether
+they may hold any. Who announces done: the lookup client (`fix`), the workers' reports (`end_load`). Who frees:
+`SchedulerConnector`, when `leased` is set, on every way out of a generation.
 """
 
 from __future__ import annotations
@@ -22,9 +40,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
+from kvcore.connectors.cells import chunks_of_blocks, load_cells, store_cells
 from kvcore.connectors.plan import CellBlocks
 from kvcore.connectors.views import NULL_BLOCK, BlockTable
-from kvcore.groups import CacheLayout, GroupKind
+from kvcore.groups import CacheLayout
 
 
 @unique
@@ -36,102 +55,216 @@ class Phase(Enum):
     RUNNING = "running"
 
 
+_MOVES = frozenset(
+    {
+        (Phase.IDLE, Phase.LOOKING),
+        (Phase.LOOKING, Phase.KNOWN),
+        (Phase.KNOWN, Phase.LOADING),
+        (Phase.LOADING, Phase.RUNNING),
+        (Phase.IDLE, Phase.RUNNING),
+        (Phase.LOOKING, Phase.RUNNING),
+        (Phase.KNOWN, Phase.RUNNING),
+    }
+)
+"""All moves within a generation; a new generation begins at IDLE."""
+
+_NO_CHUNKS = range(0)
+
+
 @dataclass(slots=True)
 class RequestTracker:
-    """One request of the engine, from the first question to its end."""
+    """One request of the engine, from the first question to its end. Fields are written by the methods only.
 
+    `tokens` are those known when the last step was built; `hashes` of their full chunks, kept over generations.
+    `computed_tokens` counts those that are computed once that step has run.
+    """
+
+    layout: CacheLayout
     request_id: str
     session: str
-    cache_salt: str
+    generation: int
+    cache_salt: str = ""
     extras: tuple[tuple[int, int, bytes], ...] = ()
-    generation: int = 0
-    generation_count: int = 0
-    phase: Phase = Phase.IDLE
-    hashes: list[bytes] = field(default_factory=list)
+    # of the request
     tokens: Sequence[int] = ()
-    lengths: int = 1  # servable lengths of this generation as a bit set; bit 0 is always set
-    looked_up_tokens: int = 0
-    skip_chunks: int = 0  # chunks the engine had when the lookup was made
-    asked_local: int = 0
-    promised: int = 0
-    computed_tokens: int = 0  # after the last step that was built
-    step_start: int = 0  # computed tokens before that step
-    stored_chunks: int = 0
-    stores_planned: bool = False  # in any generation: workers may still read blocks of it
-    confirmed: bool = True
-    load_blocks: dict[int, int] = field(default_factory=dict)  # block -> chunk of this generation's load
+    hashes: list[bytes] = field(default_factory=list)
+    resumed: bool = False  # an attempt that had computed something was lost
     load_failures: int = 0
+    # of the generation
+    phase: Phase = Phase.IDLE
+    leased: bool = False  # the servers may hold leases for it
+    lengths: int = 1  # servable lengths as a bit set; bit 0 is always set
+    looked_up_tokens: int = 0
+    skip_chunks: int = 0
+    local_tokens: int = 0  # the engine's own prefix at the last question
+    promised_tokens: int = 0
+    delivered_tokens: int = 0  # the prefix that is complete after a good load; 0: there was none
+    computed_tokens: int = 0
+    step_tokens: tuple[int, int] = (0, 0)  # [start, end) of the last step, as far as it can be relied on
+    stored_chunks: int = 0
+    cached_chunks: range = _NO_CHUNKS  # loaded, hence in the cache
+    stores_planned: bool = False  # workers may still read blocks of this generation
+    watched: dict[int, int] = field(default_factory=dict)  # block -> chunk, of loads not reported yet
+    bad_chunk: int | None = None  # first one that was reported bad
+
+    # ------------------------------------------------------------------ generations
 
     def next_generation(self, generation: int) -> None:
-        """Forget everything that belonged to the last attempt."""
-        assert generation > self.generation
+        """Forget everything that belonged to the last attempt. The caller has given back its leases."""
+        assert generation > self.generation, "a generation is never used twice"
+        assert not self.leased, "leases of a generation are given back before it ends"
         self.generation = generation
-        self.generation_count += 1
+        self.resumed = self.resumed or self.computed_tokens > 0
         self.phase = Phase.IDLE
         self.lengths = 1
-        self.looked_up_tokens = self.skip_chunks = self.asked_local = self.promised = 0
-        self.computed_tokens = self.step_start = self.stored_chunks = 0
-        self.confirmed = True
-        self.load_blocks = {}
+        self.looked_up_tokens = self.skip_chunks = 0
+        self.local_tokens = self.promised_tokens = self.delivered_tokens = 0
+        self.computed_tokens = self.stored_chunks = 0
+        self.step_tokens = (0, 0)
+        self.cached_chunks = _NO_CHUNKS
+        self.stores_planned = False
+        self.watched = {}
+        self.bad_chunk = None
 
+    def _move(self, phase: Phase) -> None:
+        assert (self.phase, phase) in _MOVES, f"{self.request_id}: {self.phase.value} -> {phase.value}"
+        self.phase = phase
 
-def cell_blocks(layout: CacheLayout, group: int, chunk: int, blocks: BlockTable) -> tuple[int, ...]:
-    """The engine blocks of (group, chunk); shorter than a whole chunk where the table ends earlier.
+    # ------------------------------------------------------------------ the lookup
 
-    Attention: the blocks of the chunk's tokens. Recurrent: the one state page of its end boundary.
-    """
-    spec = layout.groups[group]
-    end = (chunk + 1) * layout.chunk_tokens // spec.block_tokens
-    if spec.kind is GroupKind.RECURRENT:
-        return tuple(blocks[group][end - 1 : end])
-    return tuple(blocks[group][end - layout.blocks_per_chunk(group) : end])
+    @property
+    def length(self) -> int:
+        """The greatest servable length, in chunks."""
+        return self.layout.best(self.lengths)
 
+    def answers(self, tokens: int, local_tokens: int) -> bool:
+        """May this generation answer a question for `tokens` tokens, of which the engine has `local_tokens`?"""
+        if self.phase is Phase.IDLE:
+            return True
+        if self.phase in (Phase.LOADING, Phase.RUNNING):
+            return False  # whoever asks again has given the attempt up
+        return self.looked_up_tokens == tokens and local_tokens // self.layout.chunk_tokens >= self.skip_chunks
 
-def load_cells(
-    layout: CacheLayout, hashes: Sequence[bytes], needed: Sequence[int], blocks: BlockTable, local_tokens: int
-) -> list[CellBlocks]:
-    """Cells to load, given the mask of needed chunks per group; parts the engine already has are left alone."""
-    cells: list[CellBlocks] = []
-    for group, mask in enumerate(needed):
-        chunk = 0
-        while mask >> chunk:
-            if mask >> chunk & 1:
-                parts = _beyond(layout, group, chunk, cell_blocks(layout, group, chunk, blocks), local_tokens)
-                if any(part != NULL_BLOCK for part in parts):
-                    cells.append(CellBlocks(group, chunk, hashes[chunk], parts))
-            chunk += 1
-    return cells
+    def look(self, tokens: Sequence[int], local_tokens: int) -> None:
+        """A lookup begins; leases may be taken for it from now on."""
+        assert not self.leased
+        assert 0 <= local_tokens < len(tokens)
+        self._move(Phase.LOOKING)
+        self.tokens = tokens
+        self.leased = True
+        self.looked_up_tokens = len(tokens)
+        self.skip_chunks = local_tokens // self.layout.chunk_tokens
 
+    def fix(self, lengths: int) -> None:
+        """The servers have answered; the answer does not change any more."""
+        assert lengths & 1, "no prefix at all is always servable"
+        assert (lengths.bit_length() - 1) * self.layout.chunk_tokens <= self.looked_up_tokens
+        self._move(Phase.KNOWN)
+        self.lengths = lengths
 
-def _beyond(layout: CacheLayout, group: int, chunk: int, parts: tuple[int, ...], local_tokens: int) -> tuple[int, ...]:
-    """Replace the parts that lie inside the engine's own prefix by NULL_BLOCK: others may be reading those blocks."""
-    spec = layout.groups[group]
-    if spec.kind is GroupKind.RECURRENT:
-        return parts if (chunk + 1) * layout.chunk_tokens > local_tokens else (NULL_BLOCK,) * len(parts)
-    first = chunk * layout.chunk_tokens
-    return tuple(
-        NULL_BLOCK if first + index * spec.block_tokens < local_tokens else part for index, part in enumerate(parts)
-    )
+    def promise(self, local_tokens: int) -> int:
+        """Tokens beyond `local_tokens` that the cache supplies."""
+        assert self.phase is Phase.KNOWN
+        assert local_tokens // self.layout.chunk_tokens >= self.skip_chunks, "the lookup relied on more than there is"
+        usable = self.layout.usable_tokens(self.length, self.looked_up_tokens)
+        self.local_tokens = local_tokens
+        self.promised_tokens = max(0, usable - local_tokens)
+        assert self.promised_tokens == 0 or local_tokens + self.promised_tokens <= self.looked_up_tokens - 1
+        return self.promised_tokens
 
+    # ------------------------------------------------------------------ allocation and load
 
-def store_cells(
-    layout: CacheLayout,
-    hashes: Sequence[bytes],
-    chunks: range,
-    blocks: BlockTable,
-    state_tokens: Sequence[int],
-) -> list[CellBlocks]:
-    """Cells of `chunks` that exist in full. `state_tokens`: token counts at which recurrent state is at rest now.
+    def decline(self) -> None:
+        """The request runs without a load. The caller gives back the leases."""
+        assert not self.watched
+        self._move(Phase.RUNNING)
 
-    A cell with a null block (outside the window) does not exist and is left out; so is a recurrent boundary that the
-    step ran over.
-    """
-    cells: list[CellBlocks] = []
-    for chunk in chunks:
-        for group, spec in enumerate(layout.groups):
-            if spec.kind is GroupKind.RECURRENT and (chunk + 1) * layout.chunk_tokens not in state_tokens:
-                continue
-            parts = cell_blocks(layout, group, chunk, blocks)
-            if len(parts) == layout.blocks_per_chunk(group) and NULL_BLOCK not in parts:
-                cells.append(CellBlocks(group, chunk, hashes[chunk], parts))
-    return cells
+    def take_load(self, blocks: BlockTable) -> list[CellBlocks]:
+        """Blocks were allocated for the promise: the cells to load into them. Watched until `end_load`."""
+        assert self.leased, "loads rely on leases"
+        assert self.promised_tokens > 0
+        skip = self.local_tokens // self.layout.chunk_tokens
+        rows = self.layout.unfold(self.length, self.looked_up_tokens, skip)
+        needed = rows[: len(self.layout.groups)]  # the rule is the same on every rank
+        cells = load_cells(self.layout, self.hashes, needed, blocks, self.local_tokens)
+        assert all(cell.chunk >= skip for cell in cells), "a load into the engine's own prefix"
+        self._move(Phase.LOADING)
+        self.cached_chunks = range(self.skip_chunks, self.length)
+        self.watched = {block: cell.chunk for cell in cells for block in cell.blocks if block != NULL_BLOCK}
+        return cells
+
+    def watch(self, loading: frozenset[int], blocks: BlockTable) -> None:
+        """This request was admitted while `loading` blocks are being filled; do not rely on those it shares."""
+        self.watched.update(chunks_of_blocks(self.layout, blocks, loading))
+
+    def note_errors(self, blocks: frozenset[int]) -> None:
+        """One rank has reported these; the other ranks' reports may follow in later steps."""
+        bad = [chunk for block, chunk in self.watched.items() if block in blocks]
+        if bad:
+            self.bad_chunk = min(bad) if self.bad_chunk is None else min(self.bad_chunk, *bad)
+
+    def end_load(self, failed: bool) -> bool:
+        """Every rank has reported. False: from `bad_chunk` on nothing is valid (`failed`: nothing at all is)."""
+        assert self.phase in (Phase.LOADING, Phase.RUNNING)
+        assert self.stored_chunks == 0, "nothing is stored before the load is confirmed"
+        loaded = self.phase is Phase.LOADING
+        bad = 0 if failed else self.bad_chunk
+        self.watched, self.bad_chunk = {}, None
+        if loaded:
+            self._move(Phase.RUNNING)
+        if bad is not None:
+            self._take_back(bad)
+            self.load_failures += loaded
+        elif loaded:
+            self.delivered_tokens = self.local_tokens + self.promised_tokens
+        assert self.confirmed
+        return bad is None
+
+    def _take_back(self, chunk: int) -> None:
+        """Chunks from `chunk` on hold no valid KV, whatever was computed on top of them."""
+        self.computed_tokens = min(self.computed_tokens, chunk * self.layout.chunk_tokens)
+        self.step_tokens = (0, 0)
+        cached = self.cached_chunks
+        self.cached_chunks = range(cached.start, max(cached.start, min(cached.stop, chunk)))
+        assert self.computed_tokens // self.layout.chunk_tokens <= chunk
+
+    @property
+    def confirmed(self) -> bool:
+        """No load that this request rests on is unreported."""
+        return self.phase is not Phase.LOADING and not self.watched
+
+    def has_delivered(self, local_tokens: int) -> bool:
+        """The engine asks once more, after a good load and before it has used it: nothing is left to load."""
+        if self.phase is not Phase.RUNNING or self.computed_tokens or not self.delivered_tokens:
+            return False
+        return local_tokens + self.layout.chunk_tokens > self.delivered_tokens
+
+    # ------------------------------------------------------------------ steps and stores
+
+    def schedule(self, computed: int, scheduled: int, tokens: Sequence[int]) -> None:
+        """The step that is being built runs tokens [computed, computed + scheduled)."""
+        assert self.phase in (Phase.LOADING, Phase.RUNNING)
+        assert computed >= 0
+        assert scheduled >= 0
+        self.tokens = tokens
+        self.step_tokens = (computed, computed + scheduled)
+        self.computed_tokens = min(computed + scheduled, len(tokens))
+
+    @property
+    def chunks_due(self) -> int:
+        """Full chunks whose KV can be relied on; 0 while a load is not confirmed."""
+        return self.computed_tokens // self.layout.chunk_tokens if self.confirmed else 0
+
+    def take_stores(self, blocks: BlockTable) -> list[CellBlocks]:
+        """The cells that are complete and were not yet given out in this generation. The caller has hashed `tokens`."""
+        due = self.chunks_due
+        if due <= self.stored_chunks:
+            return []
+        assert self.phase is Phase.RUNNING
+        assert due <= len(self.hashes)
+        assert due * self.layout.chunk_tokens <= len(self.tokens), "a chunk of tokens that nobody has accepted"
+        chunks = [chunk for chunk in range(self.stored_chunks, due) if chunk not in self.cached_chunks]
+        self.stored_chunks = due
+        cells = store_cells(self.layout, self.hashes, chunks, blocks, self.step_tokens)
+        self.stores_planned = self.stores_planned or bool(cells)
+        return cells

@@ -1,21 +1,31 @@
 """The worker side of a connector, engine-neutral: moves KV between the engine's pages and the cache.
 
-Each plan becomes a *job*, one asyncio task. Jobs outlive the step that began them.
+Theory of operation
+-------------------
+Each plan becomes a *job* (`jobs.py`), one asyncio task. Jobs outlive the step that began them.
 
-    store:  RESERVING --grants--> COPYING --copied--> COMMITTING --answers--> ended
-                |  cancelled by a fence      |  cancelled before it began, or failed
-                +------- abort --------------+
-    load:   OPENING --grants--> COPYING --copied--> CLOSING --answers--> ended (good, or bad with its blocks)
+    store:  reserve_store --grants--> copy out --> commit_store (what was copied), or abort_store if there is nothing
+    load:   open_read --grants--> copy in --> close_read --> good, or bad with its blocks
 
-A store reads engine blocks only while COPYING. Before any block allocated in a step may be written, `fence` finds the
-store jobs that name such a block, by block id and not by request: a preempted request's blocks, a finished one's, and
-blocks that left a window all come back the same way. A job that is still RESERVING is cancelled: it will never read,
-never commit. A copy that has not begun is cancelled; one that has begun is waited for. There is no time-out after
-which the step goes on: at the deadline the worker raises.
+1. Fence. Before any block allocated in a step may be written, `fence` finds the jobs that still touch such a block, by
+   block id and not by request: a preempted request's blocks, a finished one's, and blocks that left a window all come
+   back the same way. Cells whose copy has not begun are dropped: it will never touch those blocks, and they are never
+   committed. Copies that have begun are waited for. Loads are fenced like stores; an engine that keeps its rules
+   gives none of their blocks away.
+2. There is no time-out after which the step goes on: at the deadline the worker raises.
+3. Order on the device: a store's copy waits for an event behind the forward pass that wrote the KV; a load's copy waits
+   for an event behind everything submitted before it (the last readers of the block, and its zeroing).
+4. A load counts only when its copy has ended without an error *and* the server still knew the lease and the slot;
+   otherwise its blocks are reported. Completion and bad blocks are reported by the same pair of calls
+   (`finished`, `load_errors`), never one without the other.
+5. What a device or a server does wrong (a copy refused or failed, a slot of another size) is a failed cell. A job
+   that *dies* - our bug, or a copy that never ends - leaves blocks in an unknown state: whoever waits for it is woken,
+   and every call from then on raises. Nothing hangs, nothing goes on.
+6. Ended requests are reported `sent` when no store of their last generation reads blocks any more. Generations are
+   never used twice, so a reused request id waits for its own stores only.
 
-Order on the device: a store's copy waits for an event behind the forward pass that wrote the KV; a load's copy waits
-for an event behind everything submitted before it (the last readers of the block, and its zeroing). A load counts only
-when the copy has ended *and* the server still knew the lease and the slot; otherwise its blocks are reported.
+Rejected: fencing by request id (blocks that left a window, and reused ids, slip through); one task per stream instead
+of one per plan (a slow server would hold up the copies behind it).
 
 Who holds: staging and leases are the server's under our worker id; engine blocks the engine's. Who announces done: the
 copy ticket, then `finished` and `load_errors`. Who frees: `commit_store`/`abort_store` end staging, `close_read` ends
@@ -25,71 +35,47 @@ lease and hold.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, unique
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvcore.connectors.plan import CellBlocks, LoadPlan, StepMeta, StorePlan
+from kvcore.connectors.jobs import Job, LoadJob, StoreJob, blocks_of_cells
+from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.views import NULL_BLOCK, Finished
-from kvcore.errors import InternalError
+from kvcore.errors import CallerError, ConfigError, InternalError
 from kvcore.groups import CacheLayout
-from kvcore.ports import Copy, CopyEngine, CopyTicket, DeviceEvent
+from kvcore.ports import Copy, CopyEngine, CopyTicket
 from kvcore.service.client import Grant, LoadCell, StoreCell, WorkerClient
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnectorConfig:
-    """`fence_timeout_s`: a copy that does not end in this time means a broken device; the worker stops."""
+    """A copy that does not end in this time means a broken device; the worker stops.
+
+    `fence_timeout_s` counts from a fence that waits, `copy_timeout_s` from the submission of any copy.
+    """
 
     fence_timeout_s: float = 60.0
+    copy_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnectorStatistics:
-    stores: int
-    stores_cancelled: int
-    fences_waited: int
+    """Counters grow; `jobs_inflight` is of now."""
+
+    stores: int  # something was copied and offered for publication
+    stores_cancelled: int  # jobs that lost cells to a fence
+    fences_waited: int  # copies that a fence had to wait for
     loads: int
     loads_failed: int
+    loads_cancelled: int
+    copies_refused: int  # cells that the device did not take
     cells_stored: int
     cells_loaded: int
     bytes_stored: int
     bytes_loaded: int
     jobs_inflight: int
-
-
-@unique
-class _Stage(Enum):
-    ASKING = "asking"  # the server has not answered; no engine block is touched
-    COPYING = "copying"  # engine blocks are read (store) or written (load)
-    CLOSING = "closing"  # the copy has ended; the server is being told
-    ENDED = "ended"
-
-
-@dataclass(slots=True, eq=False)
-class _StoreJob:
-    plan: StorePlan
-    tag: str
-    after: DeviceEvent
-    stage: _Stage = _Stage.ASKING
-    cancelled: bool = False
-    ticket: CopyTicket | None = None
-    blocks: frozenset[int] = frozenset()
-    unread: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def stop_reading(self, stage: _Stage) -> None:
-        """From here on the job reads no engine block."""
-        self.stage = stage
-        self.unread.set()
-
-
-@dataclass(slots=True, eq=False)
-class _LoadJob:
-    plan: LoadPlan
-    after: DeviceEvent
-    bad_blocks: frozenset[int] = frozenset()
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WorkerConnector:
@@ -98,7 +84,8 @@ class WorkerConnector:
     def __init__(
         self, layout: CacheLayout, rank: int, client: WorkerClient, config: WorkerConnectorConfig | None = None
     ) -> None:
-        assert 0 <= rank < layout.ranks
+        if not 0 <= rank < layout.ranks:
+            raise CallerError(f"rank {rank} does not exist: the layout has {layout.ranks} ranks")
         self._layout = layout
         self._rank = rank
         self._client = client
@@ -107,22 +94,24 @@ class WorkerConnector:
         self._device: CopyEngine | None = None
         self._parts: dict[tuple[int, int], memoryview] = {}
         self._meta: StepMeta | None = None
-        self._stores: dict[str, _StoreJob] = {}
-        self._sync_loads: list[_LoadJob] = []
-        self._tasks: dict[asyncio.Task[None], str] = {}
-        self._awaiting_sent: dict[str, None] = {}
+        self._jobs: dict[asyncio.Task[None], Job] = {}
+        self._sync_loads: list[LoadJob] = []
+        self._stores_begun = 0
+        self._ended: dict[EndedRequest, None] = {}  # not yet reported as sent
+        # since they were last asked for
         self._received: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         self._errors: dict[int, None] = {}
-        self._jobs = 0
         self._crash: BaseException | None = None
-        self._counts: dict[str, int] = dict.fromkeys(WorkerConnectorStatistics.__dataclass_fields__, 0)
+        self._counts: Counter[str] = Counter()
 
     def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
         """Take the engine's pages: `pages[g]` is [blocks, layers, block_tokens, width], each block contiguous."""
+        if len(pages) != len(self._layout.groups):
+            raise ConfigError(f"the engine has {len(pages)} groups of pages, the layout {len(self._layout.groups)}")
         for group, spec in enumerate(self._layout.groups):
             if pages[group][0].nbytes != spec.bytes_per_block:
-                raise InternalError(
+                raise ConfigError(
                     f"group {group}: the engine's block has {pages[group][0].nbytes} bytes, the layout says "
                     f"{spec.bytes_per_block}; build the layout from the engine's own pages"
                 )
@@ -131,54 +120,60 @@ class WorkerConnector:
     # ------------------------------------------------------------------ before the forward pass
 
     def fence(self, meta: StepMeta) -> Awaitable[None] | None:
-        """End or cancel every store that reads a block allocated in this step."""
+        """End or cancel every copy that touches a block allocated in this step."""
         self._raise_crash()
         self._meta = meta
         allocated = frozenset(meta.allocated)
-        reading = [job for job in self._stores.values() if job.blocks & allocated and not job.unread.is_set()]
-        for job in reading:
-            self._cancel(job)
-        waiting = [job for job in reading if not job.unread.is_set()]
-        if not waiting:
+        for job in self._jobs.values():
+            if isinstance(job, StoreJob) and job.plan.generation in meta.given_up:
+                job.expendable = True
+        begun = [ticket for job in self._jobs.values() for ticket in self._give_way(job, allocated)]
+        if not begun:
             return None
-        self._counts["fences_waited"] += len(waiting)
-        return self._wait_unread(waiting)
+        self._counts["fences_waited"] += len(begun)
+        return self._wait_done(begun)
 
-    def _cancel(self, job: _StoreJob) -> None:
-        assert not job.unread.is_set()
-        if job.stage is _Stage.ASKING or (job.ticket is not None and job.ticket.cancel()):
-            job.cancelled = True
-            job.stop_reading(job.stage)
-            self._counts["stores_cancelled"] += 1
+    def _give_way(self, job: Job, blocks: frozenset[int]) -> list[CopyTicket]:
+        cells = len(job.cells)
+        begun = job.give_way(blocks)
+        if len(job.cells) < cells:
+            self._counts["stores_cancelled" if isinstance(job, StoreJob) else "loads_cancelled"] += 1
+        return begun
 
-    async def _wait_unread(self, jobs: Iterable[_StoreJob]) -> None:
+    async def _wait_done(self, tickets: Iterable[CopyTicket]) -> None:
         try:
             async with asyncio.timeout(self._config.fence_timeout_s):
-                for job in jobs:
-                    await job.unread.wait()
+                for ticket in tickets:
+                    await ticket.wait()
         except TimeoutError:
-            raise InternalError(
-                f"a store still reads engine blocks after {self._config.fence_timeout_s} s; "
+            self._crash = self._crash or InternalError(
+                f"a copy still touches engine blocks after {self._config.fence_timeout_s} s; "
                 "the step must not overwrite them. The device or its driver has stopped; restart the worker"
-            ) from None
+            )
+        self._raise_crash()
 
     def start_load(self, meta: StepMeta) -> None:
         """Begin every load of this step."""
         assert self._meta is meta, "fence comes first"
         for plan in meta.loads:
-            assert self._device is not None
-            job = _LoadJob(plan, self._device.compute_event())
-            if not plan.load_async:
-                self._sync_loads.append(job)
-            self._spawn(self._load(job), f"load:{plan.request_id}")
+            self._begin_load(plan)
+
+    def _begin_load(self, plan: LoadPlan) -> None:
+        cells = blocks_of_cells(plan.cells)
+        job = LoadJob(name=f"load:{plan.request_id}", after=self._engine.compute_event(), cells=cells, plan=plan)
+        if not plan.load_async:
+            self._sync_loads.append(job)
+        self._spawn(job, self._load(job))
 
     def wait_load(self, layer: int) -> Awaitable[None] | None:
         """All layers of a cell arrive together, so every layer waits for the whole load."""
         assert layer >= 0
+        self._raise_crash()
         pending = [job for job in self._sync_loads if not job.ended.is_set()]
         return self._wait_ended(pending) if pending else None
 
-    async def _wait_ended(self, jobs: Iterable[_LoadJob]) -> None:
+    async def _wait_ended(self, jobs: Iterable[LoadJob]) -> None:
+        """Bounded: the client answers in time, well or not, and a copy that does not end kills its job."""
         for job in jobs:
             await job.ended.wait()
         self._raise_crash()
@@ -191,109 +186,138 @@ class WorkerConnector:
 
     def wait_save(self) -> None:
         """Begin this step's stores, behind everything the step has submitted to the compute stream."""
+        self._raise_crash()
         meta, self._meta = self._meta, None
-        self._sync_loads = []
         assert meta is not None, "fence comes first"
-        assert self._device is not None
-        for request_id in meta.ended:
-            self._awaiting_sent[request_id] = None
+        assert all(job.ended.is_set() for job in self._sync_loads), "wait_load comes before the forward pass"
+        self._sync_loads = []
+        self._ended.update(dict.fromkeys(meta.ended))
         for plan in meta.stores:
-            self._jobs += 1
-            job = _StoreJob(plan, self._client.tag(self._jobs), self._device.compute_event())
-            job.blocks = frozenset(block for cell in plan.cells for block in cell.blocks)
-            assert NULL_BLOCK not in job.blocks
-            self._stores[job.tag] = job
-            self._spawn(self._store(job), f"store:{plan.request_id}")
+            self._begin_store(plan)
+
+    def _begin_store(self, plan: StorePlan) -> None:
+        self._stores_begun += 1
+        job = StoreJob(
+            name=f"store:{plan.request_id}",
+            after=self._engine.compute_event(),
+            cells=blocks_of_cells(plan.cells),
+            plan=plan,
+            tag=self._client.tag(self._stores_begun),
+            expendable=False,
+        )
+        self._spawn(job, self._store(job))
 
     def finished(self, request_ids: Sequence[str]) -> Finished:
         """What has completed since the last call. `request_ids` is not needed: the plan names who waits."""
         self._raise_crash()
-        reading = {job.plan.request_id for job in self._stores.values() if not job.unread.is_set()}
-        sent = frozenset(request for request in self._awaiting_sent if request not in reading)
-        for request in sent:
-            del self._awaiting_sent[request]
-        result = Finished(sent, frozenset(self._received), frozenset(self._failed))
+        reading = {job.plan.generation for job in self._reading()}
+        sent = [ended for ended in self._ended if ended.generation not in reading]
+        for ended in sent:
+            del self._ended[ended]
+        result = Finished(
+            frozenset(ended.request_id for ended in sent), frozenset(self._received), frozenset(self._failed)
+        )
+        assert result.failed <= result.received
         self._received, self._failed = {}, {}
         return result
 
     def load_errors(self) -> frozenset[int]:
-        """Blocks of failed loads, each reported once."""
+        """Blocks of failed loads, each reported once, in the same step as the end of their load."""
         errors, self._errors = frozenset(self._errors), {}
+        assert NULL_BLOCK not in errors
         return errors
 
-    # ------------------------------------------------------------------ jobs
+    # ------------------------------------------------------------------ stores
 
-    async def _store(self, job: _StoreJob) -> None:
+    async def _store(self, job: StoreJob) -> None:
         plan = job.plan
         cells = [StoreCell(cell.group, cell.chunk_hash) for cell in plan.cells]
         grants = await self._client.reserve_store(job.tag, cells, plan.cache_salt)
-        if job.cancelled or not any(grants):
+        self._keep_usable(job, grants)
+        if not job.cells:
             self._client.abort_store(job.tag)
-            self._end_store(job)
             return
-        moves = [move for cell, grant in zip(plan.cells, grants) if grant for move in self._store_moves(cell, grant)]
-        job.stage = _Stage.COPYING
-        job.ticket = self._submit(moves, "store", job.after)
-        await job.ticket.wait()
-        copied = job.ticket.error is None and not job.cancelled
-        job.stop_reading(_Stage.CLOSING)
-        await self._client.commit_store(job.tag, [copied and grant is not None for grant in grants])
-        if copied:
-            self._counts["stores"] += 1
-            self._counts["cells_stored"] += sum(grant is not None for grant in grants)
-            self._counts["bytes_stored"] += sum(move.source.nbytes for move in moves)
-        self._end_store(job)
+        moved = await self._copy(job, "store", lambda index: self._store_moves(plan.cells[index], _view(grants, index)))
+        await self._client.commit_store(job.tag, [index in moved for index in range(len(cells))])
+        self._counts["stores"] += bool(moved)
+        self._counts["cells_stored"] += len(moved)
+        self._counts["bytes_stored"] += sum(self._layout.cell_bytes(plan.cells[index].group) for index in moved)
 
-    def _end_store(self, job: _StoreJob) -> None:
-        job.stop_reading(_Stage.ENDED)
-        del self._stores[job.tag]
+    def _store_moves(self, cell: CellBlocks, view: memoryview) -> list[Copy]:
+        size = self._layout.groups[cell.group].bytes_per_block
+        assert NULL_BLOCK not in cell.blocks
+        return [
+            Copy(self._part(cell.group, block), view[index * size : (index + 1) * size], "store", block)
+            for index, block in enumerate(cell.blocks)
+        ]
 
-    async def _load(self, job: _LoadJob) -> None:
+    # ------------------------------------------------------------------ loads
+
+    async def _load(self, job: LoadJob) -> None:
         plan = job.plan
         cells = [LoadCell(cell.group, cell.chunk, cell.chunk_hash) for cell in plan.cells]
         grants = await self._client.open_read(plan.session, plan.generation, cells)
-        granted = [(cell, grant) for cell, grant in zip(plan.cells, grants) if grant]
-        moves = [move for cell, grant in granted for move in self._load_moves(cell, grant)]
-        ticket = self._submit(moves, "load", job.after)
-        await ticket.wait()
-        closed = await self._client.close_read(plan.session, plan.generation, cells)
-        good = [ticket.error is None and grant is not None and held for grant, held in zip(grants, closed)]
-        self._end_load(job, good, sum(move.source.nbytes for move in moves))
+        self._keep_usable(job, grants)
+        moved = await self._copy(job, "load", lambda index: self._load_moves(plan.cells[index], _view(grants, index)))
+        held = await self._client.close_read(plan.session, plan.generation, cells)
+        self._report_load(plan, [index in moved and held[index] for index in range(len(cells))])
 
-    def _end_load(self, job: _LoadJob, good: Sequence[bool], bytes_moved: int) -> None:
-        bad = [cell for cell, fine in zip(job.plan.cells, good, strict=True) if not fine]
+    def _load_moves(self, cell: CellBlocks, view: memoryview) -> list[Copy]:
+        size = self._layout.groups[cell.group].bytes_per_block
+        return [
+            Copy(view[index * size : (index + 1) * size], self._part(cell.group, block), "load", block)
+            for index, block in enumerate(cell.blocks)
+            if block != NULL_BLOCK
+        ]
+
+    def _report_load(self, plan: LoadPlan, good: Sequence[bool]) -> None:
+        bad = [cell for cell, fine in zip(plan.cells, good, strict=True) if not fine]
         self._errors.update((block, None) for cell in bad for block in cell.blocks if block != NULL_BLOCK)
         self._counts["loads"] += 1
         self._counts["loads_failed"] += bool(bad)
         self._counts["cells_loaded"] += sum(good)
-        self._counts["bytes_loaded"] += bytes_moved
-        if job.plan.load_async:
-            self._received[job.plan.request_id] = None
+        self._counts["bytes_loaded"] += sum(
+            self._layout.cell_bytes(cell.group) for cell, fine in zip(plan.cells, good, strict=True) if fine
+        )
+        if plan.load_async:
+            self._received[plan.request_id] = None
             if bad and len(self._layout.groups) > 1:
-                self._failed[job.plan.request_id] = None
-        job.ended.set()
+                self._failed[plan.request_id] = None
 
     # ------------------------------------------------------------------ copies
 
-    def _submit(self, moves: Sequence[Copy], stream: str, after: DeviceEvent) -> CopyTicket:
-        assert self._device is not None
-        return self._device.submit(moves, stream=stream, after=(after,))
+    def _keep_usable(self, job: StoreJob | LoadJob, grants: Sequence[Grant | None]) -> None:
+        """Drop the cells that were not granted, or with another size: no place for this cell, or not its bytes."""
+        for index in list(job.cells):
+            grant, cell = grants[index], job.plan.cells[index]
+            if grant is None or len(grant.view) != self._layout.cell_bytes(cell.group):
+                del job.cells[index]
 
-    def _store_moves(self, cell: CellBlocks, grant: Grant) -> list[Copy]:
-        size = self._layout.groups[cell.group].bytes_per_block
-        assert len(grant.view) == size * len(cell.blocks)
-        return [
-            Copy(self._part(cell.group, block), grant.view[index * size : (index + 1) * size], "store", block)
-            for index, block in enumerate(cell.blocks)
-        ]
+    async def _copy(self, job: Job, stream: str, moves_of: Callable[[int], list[Copy]]) -> frozenset[int]:
+        """Move the bytes of the job's cells. Returns the positions of those that have arrived."""
+        job.begin_copies(
+            {index: ticket for index in job.cells if (ticket := self._submit(moves_of(index), stream, job))}
+        )
+        try:
+            async with asyncio.timeout(self._config.copy_timeout_s):
+                for ticket in job.tickets.values():
+                    await ticket.wait()
+        except TimeoutError:
+            raise InternalError(
+                f"{job.name}: a copy has not ended after {self._config.copy_timeout_s} s. "
+                "The device or its driver has stopped; restart the worker"
+            ) from None
+        return job.end_copies()
 
-    def _load_moves(self, cell: CellBlocks, grant: Grant) -> list[Copy]:
-        size = self._layout.groups[cell.group].bytes_per_block
-        return [
-            Copy(grant.view[index * size : (index + 1) * size], self._part(cell.group, block), "load", block)
-            for index, block in enumerate(cell.blocks)
-            if block != NULL_BLOCK
-        ]
+    def _submit(self, moves: Sequence[Copy], stream: str, job: Job) -> CopyTicket | None:
+        """None: the device does not take it. That is a failed cell; a wrong call is our mistake and ends the job."""
+        try:
+            return self._engine.submit(moves, stream=stream, after=(job.after,))
+        except CallerError:
+            raise
+        except Exception:
+            self._counts["copies_refused"] += 1
+            return None
 
     def _part(self, group: int, block: int) -> memoryview:
         part = self._parts.get((group, block))
@@ -301,30 +325,49 @@ class WorkerConnector:
             part = self._parts[group, block] = memoryview(self._pages[group][block]).cast("B")
         return part
 
+    @property
+    def _engine(self) -> CopyEngine:
+        if self._device is None:
+            raise CallerError("register() comes first: there are no pages and no device")
+        return self._device
+
     # ------------------------------------------------------------------ tasks
 
-    def _spawn(self, coroutine: Any, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks[task] = name
+    def _spawn(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=job.name)
+        self._jobs[task] = job
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if not task.cancelled() and task.exception() is not None:
-            self._crash = self._crash or task.exception()
+        job = self._jobs.pop(task)
+        error = InternalError(f"{job.name} was cancelled") if task.cancelled() else task.exception()
+        self._crash = self._crash or error
+        assert error is not None or not job.tickets or not job.touching
+        job.end()  # only now: whoever it wakes must see the crash
 
     def _raise_crash(self) -> None:
         """A job that died of a bug must stop the worker: its blocks and staging are in an unknown state."""
         if self._crash is not None:
-            raise InternalError(f"a copy job died: {self._crash!r}") from self._crash
+            raise InternalError(f"this worker has stopped: {self._crash!r}") from self._crash
+
+    def _reading(self) -> list[StoreJob]:
+        return [job for job in self._jobs.values() if isinstance(job, StoreJob) and job.touching]
 
     def inflight_stores(self, request_id: str) -> int:
-        """Store jobs of this request that may still read engine blocks."""
-        return sum(job.plan.request_id == request_id and not job.unread.is_set() for job in self._stores.values())
+        """Store jobs of this request, of any generation, that may still read engine blocks."""
+        return sum(job.plan.request_id == request_id for job in self._reading())
 
     @property
     def idle(self) -> bool:
-        return not self._tasks
+        return not self._jobs
 
     def statistics(self) -> WorkerConnectorStatistics:
-        return WorkerConnectorStatistics(**{**self._counts, "jobs_inflight": len(self._tasks)})
+        now = {"jobs_inflight": len(self._jobs)}
+        names = WorkerConnectorStatistics.__dataclass_fields__
+        return WorkerConnectorStatistics(**{name: now.get(name, self._counts[name]) for name in names})
+
+
+def _view(grants: Sequence[Grant | None], index: int) -> memoryview:
+    grant = grants[index]
+    assert grant is not None, "only granted cells are copied"
+    return grant.view

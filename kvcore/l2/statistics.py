@@ -105,6 +105,10 @@ class L2Counts:
         bytes_capacity: int | None,
         work_inflight: int,
     ) -> L2Statistics:
+        assert 0 <= self.lookup_hits <= self.lookups
+        assert 0 <= self.load_hits <= self.loads
+        assert bytes_used >= 0
+        assert bytes_reserved >= 0
         return L2Statistics(
             objects=objects,
             locked=locked,

@@ -60,11 +60,6 @@ class ThreadExecutor:
         self._notice = EventfdNotice(loop)
         self._notice.subscribe(self._drain)
 
-    @property
-    def unended(self) -> int:
-        """Pieces of work submitted and not yet delivered (0 after `close`)."""
-        return self._unended
-
     def submit(self, work: Callable[[], T], deliver: Callable[[Outcome[T]], None], cost_bytes: int = 0) -> None:
         self._confined.check()
         if self._closed:

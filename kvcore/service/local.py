@@ -186,9 +186,3 @@ class LocalServerTransport:
     def _check_open(self) -> None:
         if self._closed:
             raise CallerError("call on a closed transport")
-
-
-def local_pair(loop: asyncio.AbstractEventLoop) -> tuple[LocalClientTransport, LocalServerTransport]:
-    """A server and one client connected to it."""
-    server = LocalServerTransport(loop)
-    return server.connect(), server

@@ -400,7 +400,7 @@ class CacheServer:
 
     def _register(self, header: Header, request: wire.Register) -> Reply:
         self._checks.name(request.worker)
-        if not self._desk.register(request.worker, request.rank, self._clock.now_ns()):
+        if not self._desk.register(request.worker, request.rank):
             raise RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
         return wire.Done()
 
@@ -481,7 +481,7 @@ class CacheServer:
     # --- limits ----------------------------------------------------------------------------------------------------
 
     def _check_worker(self, worker: str, rank: int | None = None) -> None:
-        if not self._desk.seen(worker, self._clock.now_ns()):
+        if not self._desk.knows(worker):
             raise RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
         if rank is not None and rank != self._desk.rank_of(worker):
             raise CallerError(f"worker {worker!r} is rank {self._desk.rank_of(worker)}, not {rank}")

@@ -73,7 +73,7 @@ class _OpenRead:
 class _Worker:
     """What one worker has open."""
 
-    __slots__ = ("holder", "last_seen_ns", "rank", "reading", "reads", "stores")
+    __slots__ = ("holder", "rank", "reading", "reads", "stores")
 
     def __init__(self, name: str, rank: int) -> None:
         self.holder = f"worker:{name}"
@@ -81,7 +81,6 @@ class _Worker:
         self.stores: dict[str, _OpenStore] = {}
         self.reads: dict[int, _OpenRead] = {}
         self.reading: dict[Owner, dict[ObjectKey, None]] = {}  # every cell that some ticket has open
-        self.last_seen_ns = 0
 
 
 class WorkerDesk:
@@ -106,7 +105,7 @@ class WorkerDesk:
     def reads_open(self) -> int:
         return sum(len(worker.reads) for worker in self._workers.values())
 
-    def register(self, name: str, rank: int, now_ns: int) -> bool:
+    def register(self, name: str, rank: int) -> bool:
         """False: no room for another worker. Again under the same name and rank: nothing changes."""
         if rank >= self._ranks:
             raise CallerError(f"rank {rank} does not exist: the layout has {self._ranks} ranks")
@@ -117,15 +116,11 @@ class WorkerDesk:
             worker = self._workers[name] = _Worker(name, rank)
         if worker.rank != rank:
             raise CallerError(f"worker {name!r} is rank {worker.rank}, not {rank}: names must be unique")
-        worker.last_seen_ns = now_ns
         return True
 
-    def seen(self, name: str, now_ns: int) -> bool:
-        """The worker has said something. False: it is not registered (any more)."""
-        worker = self._workers.get(name)
-        if worker is not None:
-            worker.last_seen_ns = now_ns
-        return worker is not None
+    def knows(self, name: str) -> bool:
+        """False: it is not registered (any more)."""
+        return name in self._workers
 
     def rank_of(self, name: str) -> int:
         return self._workers[name].rank

@@ -163,20 +163,21 @@ class _Socket:
     def _turn(self) -> None:
         if self._closed:
             return
-        self._receive_burst()
-        if self._closed:  # by a callback
+        if not self._receive_burst():
             return
         events = self._events()  # last: what receiving has noticed on the way is in it
         if events & zmq.POLLOUT and self._writable is not None:
             self._writable()
         self._look_again(events, refused=False)
 
-    def _receive_burst(self) -> None:
+    def _receive_burst(self) -> bool:
+        """Hand over what has arrived, up to a limit. False: a callback has closed this end."""
         for _ in range(_BURST_MESSAGES):
             frames = None if self._deliver is None else self._try_receive()
             if frames is None or self._deliver is None:
-                return
+                break
             self._hand_over(self._deliver, frames)
+        return not self._closed
 
     def _look_again(self, events: int, refused: bool) -> None:
         """Schedule a turn for what the descriptor no longer signals, because we have just read it."""

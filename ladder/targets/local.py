@@ -48,7 +48,7 @@ CELLS = tuple(
 )
 PASS_SECONDS_MAX = 60.0
 CLOSE_SECONDS_MAX = 10.0
-BALLAST_BYTES = 4 << 20
+BALLAST_BYTES = 512 << 10
 
 
 def floors(requests: int) -> dict[str, Floors]:
@@ -108,6 +108,10 @@ def check(options: LadderOptions) -> None:
         check_directory(options.l2_dir)
 
 
+def cells(options: LadderOptions) -> tuple[MatrixCell, ...]:
+    return tuple(cell for cell in options.cells if cell in CELLS)
+
+
 def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, reproduce: str) -> CellResult:
     """Climb in one configuration, on a loop of its own."""
     begin = time.process_time()
@@ -128,14 +132,22 @@ async def _climb(cell: MatrixCell, options: LadderOptions, workload: Workload) -
         stack = CacheStack(world, config, truth, findings)
         parts = StageParts(
             config.layout, model, hasher, truth, findings, devices, memory, workload, stack, options.seed,
-            idle_step_ns=200_000, floors=floors(options.requests),
+            idle_step_ns=1_000_000, floors=floors(options.requests),
         )  # fmt: skip
         rungs = await climb_guarded(Stage(parts), options.passes, PASS_SECONDS_MAX)
-        async with asyncio.timeout(CLOSE_SECONDS_MAX):
-            await stack.close()
+        await _close(stack, findings)
+        rungs[-1].problems += findings.take()
         return rungs
     finally:
         world.close()
+
+
+async def _close(stack: CacheStack, findings: Findings) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS_MAX):
+            await stack.close()
+    except Exception as error:
+        findings.report("liveness", f"the cache could not be closed: {say(error)}")
 
 
 def _stray(findings: Findings, context: Mapping[str, Any]) -> None:

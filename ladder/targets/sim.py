@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+from kvcore.errors import ConfigError
 from kvcore.keys import ChunkHasher
 from kvcore.ladder.configure import configure
+from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, RungResult
@@ -23,18 +25,36 @@ from kvcore.sim.world import SimWorld
 CELLS = FULL_MATRIX
 
 
+def check(options: LadderOptions) -> None:
+    """Raises `ConfigError` for options that this target cannot serve."""
+    if options.l2_dir is not None:
+        raise ConfigError("--l2 names a real directory; target sim has simulated files (use --target local)")
+
+
+def cells(options: LadderOptions) -> tuple[MatrixCell, ...]:
+    return options.cells
+
+
 def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, reproduce: str) -> CellResult:
     """Climb in one configuration, in one simulated world."""
     begin = time.process_time()
     trace = Trace()
+    rungs: list[RungResult] = []
     with SimLoop(options.seed, trace=trace) as loop:
-        rungs = loop.run_until_complete(_climb(loop, cell, options, workload))
+        try:
+            loop.run_until_complete(_climb(loop, cell, options, workload, rungs))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever ends the world - a deadlock, an assertion, a bug - fails the rung
+            rungs.append(RungResult(options.passes[len(rungs)], problems=[f"[crash] {say(error)}"]))
         callbacks = loop.callbacks_run
     cpu_s = time.process_time() - begin
     return CellResult(str(cell), reproduce, rungs, trace.hash, callbacks, cpu_s, workload.describe())
 
 
-async def _climb(loop: SimLoop, cell: MatrixCell, options: LadderOptions, workload: Workload) -> list[RungResult]:
+async def _climb(
+    loop: SimLoop, cell: MatrixCell, options: LadderOptions, workload: Workload, rungs: list[RungResult]
+) -> None:
     config, model = configure(cell, options)
     world = SimWorld(loop, in_process=cell.servers == 0)
     findings = Findings(loop.now_ns)
@@ -46,6 +66,5 @@ async def _climb(loop: SimLoop, cell: MatrixCell, options: LadderOptions, worklo
         device.register_pages(memory.groups[rank])
     stack = CacheStack(world, config, truth, findings)
     parts = StageParts(config.layout, model, hasher, truth, findings, devices, memory, workload, stack, options.seed)
-    rungs = await Stage(parts).climb(options.passes)
+    await Stage(parts).climb(options.passes, rungs)
     await stack.close()
-    return rungs

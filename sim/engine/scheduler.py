@@ -477,7 +477,7 @@ class Scheduler:
         request.status = Status.ENDED
         del self._requests[request_id]
         self._ended.append(request_id)
-        if self._connector is not None and self._connector.finished(request_id, request.block_table()):
+        if self._connector is not None and self._connector.finished(request.view(), request.block_table()):
             reasons.append(HoldReason.STORING)
         self._held.hold(request, reasons)
 

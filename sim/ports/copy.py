@@ -117,8 +117,9 @@ class _Stream:
 class SimCopyEngine:
     """`kvcore.ports.CopyEngine` in virtual time. `owner`: the process whose device it is, or just a name for the trace.
 
-    `page_ns` is the range of one page's time, `tail_ns` that from the last page to done. `fault(copy)` may answer an
-    exception: then this page does not move and the batch ends with it.
+    `page_ns` is the range of one page's time (`page_ns_of[stream]` where a stream has its own), `tail_ns` that from
+    the last page to done. `fault(copy)` may answer an exception: then this page does not move and the batch ends with
+    it.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class SimCopyEngine:
         self.on_write: Callable[[Copy], None] | None = None
         self.fault: Callable[[Copy], BaseException | None] | None = None
         self.page_ns = page_ns
+        self.page_ns_of: dict[str, tuple[int, int]] = {}
         self.tail_ns = tail_ns
         self._loop = loop
         self._name = owner if isinstance(owner, str) else owner.name
@@ -296,7 +298,8 @@ class SimCopyEngine:
 
     def _next_page(self, ticket: SimTicket, index: int) -> None:
         if index < len(ticket.copies):
-            self._later(self._random.random_ns(*self.page_ns), self._page, ticket, index)
+            page_ns = self.page_ns_of.get(ticket.stream.name, self.page_ns)
+            self._later(self._random.random_ns(*page_ns), self._page, ticket, index)
         else:
             self._later(self._random.random_ns(*self.tail_ns), self._end, ticket, None)
 

@@ -69,7 +69,6 @@ class SimExecutor:
         self.before: Callable[[int], WorkFault | None] | None = None
         self.latency_ns = latency_ns
         self.bytes_per_us = bytes_per_us
-        self.works_ended = 0
         self._loop = loop
         self._name = name
         self._random = loop.streams[stream]
@@ -127,7 +126,6 @@ class SimExecutor:
         return True
 
     def _post(self, piece: _Piece, outcome: Outcome[Any]) -> None:
-        self.works_ended += 1
         self._loop.trace.event("executor.end", self._name, piece.index, int(outcome.ok))
         self._channel.post(self._deliver, piece, outcome, context=piece.owner.context())
 

@@ -74,7 +74,6 @@ class SimFiles:
         self.writable = True
         self.on_crash: Callable[[], None] | None = None
         self.operations = 0
-        self.crashes = 0
         self.errors_raised = 0
         self._loop = loop
         self._stream = stream
@@ -236,7 +235,6 @@ class SimFiles:
     def _die(self, torn: bool) -> None:
         self._dead = True
         self._crash_left = None
-        self.crashes += 1
         self._trace("files.crash", int(torn))
         if torn:
             for _, file in sorted(self._files.items()):

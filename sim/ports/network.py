@@ -66,7 +66,6 @@ class SimNetwork:
         self.message_bytes_max = message_bytes_max
         self.queue_messages_max = queue_messages_max
         self.meddle: Meddler | None = None
-        self.messages_delivered = 0
         self.messages_lost = 0
         self._servers: dict[str, SimServerTransport] = {}
         self._clients: dict[str, SimClientTransport] = {}
@@ -205,7 +204,6 @@ class _Direction:
         if not self._receiver.alive:
             self._lose(payload)
             return
-        self._network.messages_delivered += 1
         self._trace("net.deliver", payload)
         self._receiver.call(self._callback, payload)
 

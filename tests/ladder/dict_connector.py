@@ -97,8 +97,8 @@ class DictScheduler:
     def preempted(self, request_id: str) -> None:
         self.stored.pop(request_id, None)
 
-    def finished(self, request_id: str, blocks: Any) -> bool:
-        self.stored.pop(request_id, None)
+    def finished(self, request: RequestView, blocks: Any) -> bool:
+        self.stored.pop(request.request_id, None)
         return False
 
     def update_output(self, finished: Finished, error_blocks: frozenset[int]) -> None:
@@ -185,3 +185,77 @@ def _skipping(worker: DictWorker) -> Any:
         original(meta)
 
     return start_load
+
+
+class AsyncDictConnector(DictConnector):
+    """Loads asynchronously where it may: reported one step after they began."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        if config.load_async:
+            self.scheduler = AsyncDictScheduler(config.layout, self.store)
+            self._workers = [AsyncDictWorker(rank, self.store) for rank in range(config.layout.ranks)]
+
+
+class AsyncDictScheduler(DictScheduler):
+    def __init__(self, layout: CacheLayout, store: dict[tuple[bytes, int], Any]) -> None:
+        super().__init__(layout, store)
+        self.begun: list[str] = []
+
+    def matched_tokens(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
+        tokens, _ = super().matched_tokens(request, local_tokens)
+        return tokens, bool(tokens)
+
+    def after_alloc(self, request: RequestView, blocks: Any, external_tokens: int) -> None:
+        super().after_alloc(request, blocks, external_tokens)
+        if external_tokens:
+            self.begun.append(request.request_id)
+
+    def build_meta(self, step: StepView) -> tuple[Meta, list[str]]:  # type: ignore[override]
+        begun, self.begun = self.begun, []
+        return super().build_meta(step), begun
+
+
+class AsyncDictWorker(DictWorker):
+    def __init__(self, rank: int, store: dict[tuple[bytes, int], Any]) -> None:
+        super().__init__(rank, store)
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def start_load(self, meta: tuple[Meta, list[str]]) -> None:  # type: ignore[override]
+        super().start_load(meta[0])
+        self.begun = meta[1]
+
+    def finished(self, request_ids: Sequence[str]) -> Finished:
+        received, self.ended = self.ended, self.begun
+        return Finished(received=frozenset(received))
+
+
+class TwoTierConnector(DictConnector):
+    """A near tier that can be dropped, in front of a far one that keeps everything."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self.near = self.store
+        self.far = Tiers(self.near)
+        self.scheduler.store = self.far
+        for worker in self._workers:
+            worker.store = self.far
+
+    def drop_near_tier(self) -> None:
+        self.near.clear()
+
+
+class Tiers(dict[tuple[bytes, int], Any]):
+    """The far tier; what is read from it comes into the near one."""
+
+    def __init__(self, near: dict[tuple[bytes, int], Any]) -> None:
+        super().__init__()
+        self.near = near
+
+    def __setitem__(self, key: tuple[bytes, int], pages: Any) -> None:
+        super().__setitem__(key, pages)
+        self.near[key] = pages
+
+    def __getitem__(self, key: tuple[bytes, int]) -> Any:
+        return self.near.setdefault(key, super().__getitem__(key))

@@ -207,7 +207,8 @@ class DictScheduler:
     def preempted(self, request_id: str) -> None:
         self.preempted_ids.append(request_id)
 
-    def finished(self, request_id: str, blocks: BlockTable) -> bool:
+    def finished(self, request: RequestView, blocks: BlockTable) -> bool:
+        request_id = request.request_id
         self.finished_ids.append(request_id)
         self._pending = [load for load in self._pending if load.request_id != request_id]
         return self._knobs.hold_steps > 0
@@ -357,7 +358,7 @@ class Recorder(NullProbe):
 
 class Rig:
     def __init__(self, kind: str = "full", ranks: int = 1, knobs: Knobs | None = None, blocks: int = 2_000) -> None:
-        self.layout, self.model = build_model(kind, ranks)
+        self.layout, self.model = build_model(kind, ranks, full_block_tokens=4)
         self.reference = Reference(self.model, self.layout)
         self.pages = PagedMemory(self.layout, self.model, blocks)
         self.probe = Recorder()

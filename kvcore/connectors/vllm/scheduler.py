@@ -1,0 +1,157 @@
+"""The scheduler's half: vLLM's requests and outputs as the engine-neutral core sees them.
+
+Theory of operation
+-------------------
+vLLM shows a connector its live `Request` (`on_new_request`) and the block tables of the requests that it schedules
+(`kv_connector_block_state`). Both are the same for the two model runners, whose outputs name a resumed request in two
+different ways; nothing here depends on the shape of an output.
+
+1. *Preemption* is not called out. A request whose `num_preemptions` has grown since we last saw it lost its blocks. It
+   is looked at in every call that shows the request, because it may be preempted and asked for again inside one
+   `schedule()` (`reset_prefix_cache`), and for every id in `preempted_req_ids`.
+2. *Allocated blocks*: those of a table that were not in the request's last table, beyond the prefix that the engine
+   shared from its own cache. vLLM frees blocks without a word, so a table is compared position by position, and a
+   request that is asked for has none.
+3. *Tokens* are those known now: with overlapping batches the last ones are still being computed and have no ids.
+4. *Reports*: vLLM leaves out `update_connector_output` when a step has nothing to report; the core counts steps. With
+   one batch in flight a missing report is made up for at the next call. With several, loads are asynchronous and
+   nothing waits for an empty report.
+
+Who holds: one `_Known` per request from its arrival to its end. Blocks stay vLLM's; True from `finished` keeps them for
+the workers until these report `finished_sending`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore.connectors.plan import StepMeta
+from kvcore.connectors.scheduler import SchedulerConnector
+from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
+from kvcore.connectors.vllm.hashes import EngineTokens
+from kvcore.groups import CacheLayout
+
+
+@dataclass(slots=True)
+class _Known:
+    """One request of the engine. `table`: as last seen; empty when it holds no blocks."""
+
+    request: Any
+    preemptions: int = 0
+    table: BlockTable = ()
+    local_tokens: int = 0  # of the last question: these blocks are shared, all others new
+    resumed: bool = False  # its next step is the first after a preemption
+
+
+class SchedulerHalf:
+    """Runs on the cache's loop. `overlapping`: the engine keeps several batches in flight."""
+
+    def __init__(self, core: SchedulerConnector, layout: CacheLayout, *, overlapping: bool) -> None:
+        self._core = core
+        self._layout = layout
+        self._overlapping = overlapping
+        self._known: dict[str, _Known] = {}
+        self._allocated: dict[int, None] = {}
+        self._report_due = False
+        self._steps = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def new_request(self, request: Any) -> None:
+        self._known[request.request_id] = _Known(request, request.num_preemptions)
+
+    async def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """See `kvcore.connectors.interface.SchedulerSide`. A request that is asked for holds no blocks."""
+        self._catch_up_report()
+        known = self._look_at(request)
+        known.table = ()
+        known.local_tokens = local_tokens
+        return self._core.matched_tokens(_view(request), local_tokens)
+
+    async def after_alloc(self, request: Any, table: BlockTable, external_tokens: int) -> None:
+        self._catch_up_report()
+        known = self._look_at(request)
+        self._take_table(known, table)
+        self._core.after_alloc(_view(request), table, external_tokens)
+
+    async def finished(self, request: Any, table: BlockTable) -> bool:
+        known = self._known.pop(request.request_id, None)
+        if known is None:
+            return False
+        if request.num_preemptions > known.preemptions:
+            self._core.preempted(request.request_id)
+        return self._core.finished(_view(request), table)
+
+    def _look_at(self, request: Any) -> _Known:
+        known = self._known[request.request_id]
+        if request.num_preemptions > known.preemptions:
+            known.preemptions = request.num_preemptions
+            known.table, known.resumed = (), True
+            self._core.preempted(request.request_id)
+        return known
+
+    def _take_table(self, known: _Known, table: BlockTable) -> BlockTable:
+        """Remember the table; returns what is new in it."""
+        new = tuple(self._new_blocks(known, group, blocks) for group, blocks in enumerate(table))
+        known.table = tuple(list(blocks) for blocks in table)
+        self._allocated.update(dict.fromkeys(block for blocks in new for block in blocks))
+        return new
+
+    def _new_blocks(self, known: _Known, group: int, blocks: Sequence[int]) -> list[int]:
+        if not known.table:
+            return [block for block in blocks[self._shared(known, group) :] if block != NULL_BLOCK]
+        last = known.table[group]
+        assert len(blocks) >= len(last), "a table only grows while its request runs"
+        changed = [block for block, old in zip(blocks, last, strict=False) if block not in (old, NULL_BLOCK)]
+        return changed + [block for block in blocks[len(last) :] if block != NULL_BLOCK]
+
+    def _shared(self, known: _Known, group: int) -> int:
+        return known.local_tokens // self._layout.groups[group].block_tokens
+
+    # ------------------------------------------------------------------ steps
+
+    async def build_meta(self, output: Any) -> StepMeta:
+        self._catch_up_report()
+        preempted = self._preempted(output.preempted_req_ids or ())
+        scheduled = tuple(self._scheduled(name, count, output) for name, count in output.num_scheduled_tokens.items())
+        view = StepView(
+            self._steps, scheduled, frozenset(self._allocated), preempted, tuple(sorted(output.finished_req_ids))
+        )
+        self._steps += 1
+        self._allocated = {}
+        self._report_due = not self._overlapping
+        return self._core.build_meta(view)
+
+    def _preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        names = tuple(sorted(name for name in request_ids if name in self._known))
+        for name in names:
+            self._look_at(self._known[name].request)
+        return names
+
+    def _scheduled(self, request_id: str, count: int, output: Any) -> ScheduledRequest:
+        known = self._known[request_id]
+        table = output.kv_connector_block_state.get_block_ids(request_id)
+        new_blocks = self._take_table(known, table)
+        resumed, known.resumed = known.resumed, False
+        request = known.request
+        return ScheduledRequest(
+            request_id, request.num_computed_tokens, count, known.table, new_blocks, resumed, _tokens(request)
+        )
+
+    def report(self, finished: Finished, error_blocks: frozenset[int]) -> None:
+        self._report_due = False
+        self._core.update_output(finished, error_blocks)
+
+    def _catch_up_report(self) -> None:
+        if self._report_due:
+            self.report(Finished(), frozenset())
+
+
+def _tokens(request: Any) -> EngineTokens:
+    return EngineTokens(request.all_token_ids, request.block_hashes)
+
+
+def _view(request: Any) -> RequestView:
+    return RequestView(request.request_id, _tokens(request), request.num_prompt_tokens, request.cache_salt or "")

@@ -1,0 +1,68 @@
+"""The worker's half: vLLM's calls around one forward pass, in the order of the core's.
+
+    vLLM                                            core
+    handle_preemptions(metadata), every step        fence: blocks of this step may be written afterwards
+    start_load_kv, before or after the forward      start_load
+    wait_for_layer_load, per layer                  wait_load: whole cells arrive at once, so the first layer waits
+    wait_for_save, every step                       wait_load once more (a pass without layers), then wait_save
+    get_transfer_results, then load errors          finished and load_errors, read at one moment
+
+vLLM starts loads after the forward pass unless a request of the step loads synchronously; the core may be told then as
+well, because stores begin in `wait_save`. Errors and ends are read in one go: a load that ended between the two calls
+would be reported as received without its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvcore.connectors.plan import StepMeta
+from kvcore.connectors.views import Finished
+from kvcore.connectors.worker import WorkerConnector
+from kvcore.ports import CopyEngine
+
+
+class WorkerHalf:
+    """Runs on the cache's loop; one per worker."""
+
+    def __init__(self, core: WorkerConnector) -> None:
+        self._core = core
+        self._loading = False
+        self._errors: frozenset[int] = frozenset()
+
+    async def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
+        self._core.register(pages, device)
+
+    async def fence(self, meta: StepMeta) -> None:
+        waiting = self._core.fence(meta)
+        if waiting is not None:
+            await waiting
+
+    async def start_load(self, meta: StepMeta) -> None:
+        self._core.start_load(meta)
+        self._loading = any(not plan.load_async for plan in meta.loads)
+
+    @property
+    def loading(self) -> bool:
+        """Some load of this step has to be waited for before a layer reads."""
+        return self._loading
+
+    async def wait_load(self) -> None:
+        waiting = self._core.wait_load(0)
+        if waiting is not None:
+            await waiting
+        self._loading = False
+
+    async def wait_save(self) -> None:
+        await self.wait_load()
+        self._core.wait_save()
+
+    async def take_reports(self, request_ids: Sequence[str]) -> Finished:
+        finished = self._core.finished(request_ids)
+        self._errors |= self._core.load_errors()
+        return finished
+
+    def take_errors(self) -> frozenset[int]:
+        errors, self._errors = self._errors, frozenset()
+        return errors

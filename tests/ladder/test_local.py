@@ -1,0 +1,98 @@
+"""Target `local`: the rungs on the real loop, with real threads, files and sockets - and that they can fail there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.cli import main
+from kvcore.ladder.climb import climb_all
+from kvcore.ladder.matrix import MatrixCell
+from kvcore.ladder.options import LadderOptions
+from kvcore.ladder.result import CellResult, failures
+from kvcore.ladder.targets import local
+from kvcore.ladder.watched_device import WatchedDevice
+from kvcore.ports import Copy, CopyTicket, DeviceEvent
+
+PLAIN = MatrixCell.parse("full/r1/inproc/sync")
+
+
+def climb(cell: MatrixCell, **options: Any) -> CellResult:
+    result = climb_all(LadderOptions(target="local", cells=(cell,), requests=40, **options))
+    return result.cells[0]
+
+
+@pytest.mark.parametrize("cell", local.CELLS, ids=str)
+def test_the_cache_changes_no_output_on_real_threads(cell: MatrixCell) -> None:
+    result = climb(cell)
+    assert failures([result]) == []
+    rungs = {rung.rung: rung.counts for rung in result.rungs}
+    assert list(rungs) == ["0", "1", "2", "3", "3b", "4", "replay"]
+    assert rungs["2"].stores_verified > 0
+    assert rungs["3b"].loads_verified > 0
+    assert rungs["4"].preemptions > 0
+    assert rungs["replay"].tokens_compared == rungs["0"].tokens_compared > 0
+    assert result.trace_hash == ""
+
+
+def test_a_device_that_loses_a_page_of_a_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = WatchedDevice.submit
+
+    def lossy(
+        self: WatchedDevice, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()
+    ) -> CopyTicket:
+        return submit(self, copies[1:] if stream == "load" else copies, stream=stream, after=after)
+
+    monkeypatch.setattr(WatchedDevice, "submit", lossy)
+    found = failures([climb(PLAIN)])
+    assert any("[bytes]" in line and "wrong KV" in line for line in found)
+
+
+def test_a_block_written_under_a_running_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finding of a compute thread reaches the verdict. (Whether a real race occurs is for the schedule to say.)"""
+    monkeypatch.setattr(WatchedDevice, "overwritten", lambda self, blocks: next(iter(blocks), None))
+    found = failures([climb(PLAIN)])
+    assert any("[blocks]" in line and "which a store still reads" in line for line in found)
+
+
+def test_an_exception_that_only_the_loop_sees_fails_the_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = local.CacheStack.settle
+
+    async def with_a_stray(self: Any, *arguments: Any) -> None:
+        local.asyncio.get_running_loop().call_soon(lambda: 1 // 0)
+        await settle(self, *arguments)
+
+    monkeypatch.setattr(local.CacheStack, "settle", with_a_stray)
+    found = failures([climb(PLAIN)])
+    assert any("[loop]" in line and "ZeroDivisionError" in line for line in found)
+
+
+def test_a_pass_that_does_not_end_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def for_ever(self: Any, *arguments: Any) -> None:
+        await local.asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(local.CacheStack, "settle", for_ever)
+    monkeypatch.setattr(local, "PASS_SECONDS_MAX", 0.5)
+    assert "[liveness] not over after 0.5 s" in failures([climb(PLAIN)])[0]
+
+
+def test_the_users_directory_is_used_and_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: list[str] = []
+    close = local.LocalWorld.close
+
+    def look_and_close(self: Any) -> None:
+        records.extend(path.name for path in tmp_path.rglob("*.kv"))
+        close(self)
+
+    monkeypatch.setattr(local.LocalWorld, "close", look_and_close)
+    arguments = ["--cell", str(PLAIN), "--requests", "40", "--rungs", "0-2", "--l2", str(tmp_path / "l2"), "--json"]
+    assert main(["ladder", "--target", "local", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "local"
+    assert len(records) > 100
+    assert list((tmp_path / "l2").iterdir()) == []
