@@ -63,8 +63,9 @@ class SchedulerSide(Protocol):
         ...
 
     def finished(self, request: RequestView, blocks: BlockTable) -> bool:
-        """The request has ended or was aborted; the KV of its last sampled token was never computed. True: keep its blocks until every worker reports it `sent`.
+        """The request has ended or was aborted. True: keep its blocks until every worker reports it `sent`.
 
+        `request.tokens` includes the last sampled token, whose KV was never computed.
         The blocks of an asynchronous load that still runs are the engine's to keep, until it is reported `received`:
         that report comes in any case.
         """

@@ -2,9 +2,11 @@
 
     ASKING --begin_copies--> COPYING --end_copies (all tickets done, or there was none)--> CLOSING --end--> ENDED
 
-A job copies cell by cell, one ticket each. A fence makes it *give way*: of the cells that touch a block which is about
-to be written, those whose copy has not begun are dropped, and the tickets of those that have begun are handed to the
-fence to wait for. The other cells go on. A dropped cell of a store is never committed, one of a load is reported bad.
+A job copies cell by cell, one ticket each. A fence makes it *give way* with the cells that touch a block which is about
+to be written: those that were not submitted yet are dropped; those in the queue are dropped too if the job is
+`expendable` (a load, or a store of an attempt that was given up and will be run again); the tickets of all others are
+handed to the fence to wait for. Cells that touch no such block go on. A dropped cell of a store is never committed, one
+of a load is reported bad.
 
 `ended` is set when the server has been told as well. It is also set when the job's task dies, so that nobody waits for
 a dead job; the worker then raises instead of going on. Tickets end by themselves, whatever becomes of the job.

@@ -57,8 +57,8 @@ class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
 class StepMeta(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
-    `allocated`: blocks that may be written from now on. `ended`: report these as `sent` when unread. `given_up`: generations
-    that will be run again, so that their stores may be lost.
+    `allocated`: blocks that may be written from now on. `ended`: report these as `sent` when unread. `given_up`:
+    generations that will be run again, so that their stores may be lost.
     """
 
     step: int

@@ -9,9 +9,10 @@ Each plan becomes a *job* (`jobs.py`), one asyncio task. Jobs outlive the step t
 
 1. Fence. Before any block allocated in a step may be written, `fence` finds the jobs that still touch such a block, by
    block id and not by request: a preempted request's blocks, a finished one's, and blocks that left a window all come
-   back the same way. Cells whose copy has not begun are dropped: it will never touch those blocks, and they are never
-   committed. Copies that have begun are waited for. Loads are fenced like stores; an engine that keeps its rules
-   gives none of their blocks away.
+   back the same way. Cells that are not submitted yet are dropped: they never touch those blocks and are never
+   committed. So are queued ones of attempts that were given up (`StepMeta.given_up`); where the attempt runs on nobody
+   would store them again, so they are waited for, as are copies that have begun. Loads are fenced like stores; an
+   engine that keeps its rules gives none of their blocks away.
 2. There is no time-out after which the step goes on: at the deadline the worker raises.
 3. Order on the device: a store's copy waits for an event behind the forward pass that wrote the KV; a load's copy waits
    for an event behind everything submitted before it (the last readers of the block, and its zeroing).

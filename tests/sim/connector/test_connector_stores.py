@@ -10,6 +10,7 @@ import pytest
 from kvcore.connectors.views import Finished
 from kvcore.connectors.worker import WorkerConnectorConfig
 from kvcore.errors import ConfigError, InternalError
+from kvcore.groups import GroupKind, ObjectGroup
 
 DeskOf = Callable[..., Any]
 MS = 1_000_000
@@ -215,25 +216,23 @@ def test_a_store_that_is_still_asking_gives_way_at_once(desk_of: DeskOf) -> None
     desk_of(in_process=False).run(scenario)
 
 
-def test_a_block_that_left_the_window_costs_its_own_cell_only(desk_of: DeskOf) -> None:
-    """R61: blocks are fenced by id, whoever had them; the cells of other blocks in the same plan are stored."""
+def test_a_block_that_left_the_window_is_waited_for_while_its_request_runs_on(desk_of: DeskOf) -> None:
+    """R61: blocks are fenced by id, whoever had them; nobody would store these cells again, so the fence waits."""
 
     async def scenario(desk: Any) -> None:
-        from_window = desk.layout.groups[1].block_tokens
         first = desk.job("q1", 64)
         await desk.compute(first)
+        await desk.pause()
         left = first.tables[1][:4]
         first.tables[1][:4] = [0] * 4
-        thief = desk.job("q2", 2 * from_window, salt="other")
+        thief = desk.job("q2", 16, salt="other")
         await desk.ask(thief)
-        desk.admit(thief, 0, tables=[desk.table(16)[0], left[2:], *desk.table(16)[2:]])
+        desk.admit(thief, 0, tables=[desk.table(16)[0], left[2:]])
         await desk.step((first, 0), (thief, 16))
+        state = desk.workers[0].statistics()
+        assert (state.fences_waited, state.stores_cancelled) == (1, 0)
         await desk.settle()
-        resident = {(key.object_group_id, key.chunk_hash) for key in desk.servers[0].l1.resident_keys()}
-        hashes = desk.hasher.hash_tokens(first.tokens)
-        assert {(0, digest) for digest in hashes} <= resident, "no full-attention cell was lost"
-        assert (1, hashes[1]) not in resident
-        assert (1, hashes[3]) in resident
+        assert desk.resident(first) == [2, 2, 2, 2]
         for job in (first, thief):
             desk.finish(job)
         await desk.settle()
@@ -242,9 +241,27 @@ def test_a_block_that_left_the_window_costs_its_own_cell_only(desk_of: DeskOf) -
     desk_of(groups=_full_and_window(), page_ns=SLOW).run(scenario)
 
 
-def _full_and_window() -> Any:
-    from kvcore.groups import GroupKind, ObjectGroup
+def test_a_preempted_request_loses_only_the_cells_whose_blocks_are_taken(desk_of: DeskOf) -> None:
+    """R01: it will be computed again; the cells that nobody disturbs are stored all the same."""
 
+    async def scenario(desk: Any) -> None:
+        first = desk.job("q1", 64)
+        await desk.compute(first)
+        await desk.pause()
+        (table,) = desk.preempt(first)
+        thief = await take_blocks(desk, [table[8:12]])
+        await desk.settle()
+        assert desk.resident(first) == [1, 1, 0, 1]
+        assert desk.workers[0].statistics().stores_cancelled == 1
+        for job in (first, thief):
+            desk.finish(job)
+        await desk.settle()
+        await desk.step()
+
+    desk_of(page_ns=SLOW).run(scenario)
+
+
+def _full_and_window() -> Any:
     return (ObjectGroup(GroupKind.FULL, 4, 32), ObjectGroup(GroupKind.WINDOW, 8, 64, 24))
 
 
