@@ -37,14 +37,14 @@ from kvcore.sim.workload import Draws, Workload
 
 ROOMY_BLOCKS = 4096
 WAVES_MAX = 6
-TIGHTNESS_PERCENT = (125, 250, 180)
+TIGHTNESS_PERCENT = (250, 180, 125)
 
 FLOORS = {
     "0": Floors(requests=120),
     "1": Floors(requests=120),
-    "2": Floors(requests=120, stores_verified=400),
-    "3": Floors(requests=120, loads_verified=200, hit_share=0.8),
-    "3b": Floors(requests=120, loads_verified=200, hit_share=0.8),
+    "2": Floors(requests=120, stores_verified=250),
+    "3": Floors(requests=120, loads_verified=150, hit_share=0.8),
+    "3b": Floors(requests=120, loads_verified=150, hit_share=0.8),
     "4": Floors(
         requests=120,
         loads_verified=200,
@@ -53,9 +53,9 @@ FLOORS = {
         fences_waited=1,
         stores_cancelled=1,
         resumes_with_load=1,
-        hit_share=0.2,
+        hit_share=0.1,
     ),
-    "replay": Floors(requests=120, loads_verified=1000, hit_share=0.8),
+    "replay": Floors(requests=120, loads_verified=500, hit_share=0.8),
 }
 """What each pass must have done in one configuration of the full matrix."""
 
@@ -237,11 +237,11 @@ class Stage:
         return 1 + largest * TIGHTNESS_PERCENT[wave % len(TIGHTNESS_PERCENT)] // 100
 
     def _forgotten(self, wave: int) -> list[bytes]:
-        """For five requests in six, everything from a drawn chunk on."""
+        """For three requests in four, everything from a drawn chunk on."""
         draws = Draws(self._parts.seed + wave, "forget")
         gone: dict[bytes, None] = {}
         for hashes in self._oracle.hashes.values():
-            if hashes and draws.below(6):
+            if hashes and draws.below(4):
                 gone.update(dict.fromkeys(hashes[draws.below(len(hashes)) :]))
         return list(gone)
 

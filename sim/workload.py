@@ -230,10 +230,13 @@ _Member = tuple[int, TraceRow]
 
 
 def _families(rows: Iterable[TraceRow], max_chunks: int) -> list[list[_Member]]:
-    """Rows that fit, by their first two blocks; families with two members or more, larger ones first."""
+    """Short rows by their first two blocks; families with two members or more, larger ones first.
+
+    Long prompts come from lengthening some (`_prompt_tokens`): a run of seconds cannot afford the trace's whole tail.
+    """
     found: dict[tuple[int, ...], list[_Member]] = {}
     for index, row in enumerate(rows):
-        if 2 <= len(row.hash_ids) <= max_chunks:
+        if 2 <= len(row.hash_ids) <= max_chunks * 2 // 5:
             found.setdefault(row.hash_ids[:2], []).append((index, row))
     shared = [members for members in found.values() if _shares(members, max_chunks)]
     return sorted(shared, key=lambda members: (-len(members), members[0][0]))
@@ -289,6 +292,8 @@ def _prompt_tokens(row: TraceRow, position: int, blocks: int, chunk_tokens: int,
         return max(1, chunk_tokens // 2)  # shorter than a chunk: nothing of it can be cached
     if position % 40 == 23:
         return longest
+    if position % 40 == 31:
+        return draws.between(longest // 2, longest)
     if draws.below(_EDGE_SHARE) == 0:
         edge = max(1, blocks - draws.below(2)) * chunk_tokens
         return max(1, min(longest, edge + draws.between(-1, 1)))

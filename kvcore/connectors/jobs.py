@@ -49,7 +49,11 @@ class Job:
     stage: Stage = Stage.ASKING
     expendable: bool = True
     tickets: dict[int, CopyTicket] = field(default_factory=dict)
+    blocks: frozenset[int] = frozenset()
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.blocks = frozenset().union(*self.cells.values())
 
     @property
     def touching(self) -> list[int]:

@@ -128,7 +128,8 @@ class WorkerConnector:
         for job in self._jobs.values():
             if isinstance(job, StoreJob) and job.plan.generation in meta.given_up:
                 job.expendable = True
-        begun = [ticket for job in self._jobs.values() for ticket in self._give_way(job, allocated)]
+        near = [job for job in self._jobs.values() if not job.blocks.isdisjoint(allocated)]
+        begun = [ticket for job in near for ticket in self._give_way(job, allocated)]
         if not begun:
             return None
         self._counts["fences_waited"] += len(begun)
@@ -211,7 +212,7 @@ class WorkerConnector:
     def finished(self, request_ids: Sequence[str]) -> Finished:
         """What has completed since the last call. `request_ids` is not needed: the plan names who waits."""
         self._raise_crash()
-        reading = {job.plan.generation for job in self._reading()}
+        reading = {job.plan.generation for job in self._reading()} if self._ended else set()
         sent = [ended for ended in self._ended if ended.generation not in reading]
         for ended in sent:
             del self._ended[ended]

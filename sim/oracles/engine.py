@@ -126,6 +126,8 @@ class EngineOracle(NullProbe):
 
     def _cells_loaded(self, request: Request, start: int, end: int) -> int:
         """Cells of all rows with a real block between the two tokens."""
+        if end == start:
+            return 0
         chunk = self._layout.chunk_tokens
         cells = 0
         for group, spec in enumerate(self._layout.groups):

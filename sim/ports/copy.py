@@ -313,7 +313,6 @@ class SimCopyEngine:
         if error is not None:
             self._end(ticket, error)
             return
-        self._trace("copy.page", ticket, index, copy.block_id, ticket.arrays[index][0].nbytes)
         self._next_page(ticket, index + 1)
 
     def _move(self, copy: Copy, source: Array, target: Array) -> BaseException | None:

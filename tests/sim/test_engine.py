@@ -358,7 +358,7 @@ class Recorder(NullProbe):
 
 class Rig:
     def __init__(self, kind: str = "full", ranks: int = 1, knobs: Knobs | None = None, blocks: int = 2_000) -> None:
-        self.layout, self.model = build_model(kind, ranks, full_block_tokens=4)
+        self.layout, self.model = build_model(kind, ranks, full_block_tokens=4, window_block_tokens=4)
         self.reference = Reference(self.model, self.layout)
         self.pages = PagedMemory(self.layout, self.model, blocks)
         self.probe = Recorder()
