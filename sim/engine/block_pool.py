@@ -4,13 +4,14 @@ Theory of operation
 -------------------
 All object groups share one space of block ids. A block is
 
-    free, nameless          content means nothing
+    free, nameless          content means nothing: taken first, the one that was released last before all others
     free, named             in the prefix cache and evictable: taken last (LRU of releases)
     held by n >= 1 requests, named or not
 
-`take` pops the block that was released longest ago and drops its name: from then on nobody finds it. `share` adds a
+`take` pops from the front of the free list and drops the block's name: from then on nobody finds it. `share` adds a
 reference to a named block, pulling it out of the free list if nobody held it. `release` drops one reference; at zero
-the block goes to the free end of the list with its name kept. Block 0 is the null block: never taken, never freed.
+a named block goes to the end of the list and keeps its name, a nameless one to the front: what nobody can find is
+reused before anything that somebody might. Block 0 is the null block: never taken, never freed.
 
 A block gets a name (`publish`) only when its KV is known to be valid, after the step that computed it or the load that
 filled it. Naming at allocation, as some engines do, lets a request that is admitted after a failed load find bytes
@@ -90,6 +91,7 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], request_id: str) -> None:
         """Give back one reference to each; null blocks are skipped. The first one given is reused first."""
+        nameless: list[int] = []
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -97,7 +99,11 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
+                if self._name_of[block] is None:
+                    nameless.append(block)
             self._probe.block_freed(block, request_id)
+        for block in reversed(nameless):
+            self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, group: int, name: int) -> None:
         """Name a block whose KV is valid. The first block of a name keeps it; a block has at most one name."""

@@ -23,6 +23,8 @@ class EngineConfig:
     host_ahead: `save(layer)` is called when the layer has been submitted, not when it has been computed.
     poison: fill blocks that leave the pool with a pattern, so that what nobody wrote is seen when read.
     partial_hits: a whole prompt found locally is used up to n-1, inside a block that is then copied, not shared.
+    reserve_whole: nobody is admitted whose whole sequence does not fit into the free blocks (vLLM's default). Off, more
+        is admitted than can stay, and more is preempted.
     beyond_engine: more hostile than the real one: a step that preempted still admits, so that a victim can come back
     at once into blocks its own stores still read.
     """
@@ -35,6 +37,7 @@ class EngineConfig:
     partial_hits: bool = True
     poison: bool = True
     host_ahead: bool = False
+    reserve_whole: bool = False
     beyond_engine: bool = False
     idle_step_ns: int = 50_000
 

@@ -7,7 +7,8 @@ The rules are those of vLLM 0.32's scheduler with one batch in flight. States of
     WAITING --admitted, nothing or a synchronous load--> RUNNING
     WAITING --admitted with an asynchronous load--> LOADING --received--> LOADED --admitted, not asked again--> RUNNING
     LOADING --received, nothing usable--> WAITING (at the head; blocks freed; asked again)
-    RUNNING --preempted, or its synchronous load failed without a usable prefix--> WAITING (at the head)
+    RUNNING --preempted, or (several groups) its synchronous load failed--> WAITING (at the head)
+    RUNNING --its synchronous load failed--> RUNNING, rewound to the first bad block
     any --finished or aborted--> ENDED
 
 `schedule()` builds one step:
@@ -19,9 +20,9 @@ The rules are those of vLLM 0.32's scheduler with one batch in flight. States of
 2. A step that preempted admits nobody (unless `beyond_engine`). Otherwise loaded requests are admitted first, then the
    waiting ones in order: own prefix cache, then the connector, which sees the local hit floored to whole blocks.
    Answer None: skipped, those behind are tried. No blocks: admission ends for this step.
-3. An asynchronous load is admitted only if its request, run to its end of prompt, fits into the free blocks beside
-   what is reserved for every other load. It is never a victim; without the reservation, loads could hold all blocks
-   and none could go on.
+3. With `reserve_whole` nobody is admitted whose whole sequence would not fit into the free blocks. An asynchronous load
+   must always leave free what every request lacks that is still prefilling or loading. It is never a victim; without
+   the reservation, loads could hold all blocks and none could go on.
 4. With a recurrent group prefill steps end at multiples of its block, and at the last boundary <= n-1, so that there
    is a snapshot to come back to.
 
@@ -83,6 +84,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._loading: dict[str, Request] = {}
         self._loaded: dict[str, Request] = {}
+        self._prefilling: dict[str, Request] = {}  # admitted, prompt not yet computed; loading ones included
+        self._load_starts: dict[str, int] = {}
         self._held = HeldBlocks(self.tables)
         self._budget = 0
         self._forced = 0
@@ -243,6 +246,7 @@ class Scheduler:
 
     def _back_to_waiting(self, request: Request) -> None:
         self.tables.free(request)
+        self._prefilling.pop(request.request_id, None)
         request.computed = request.local = request.external = 0
         request.bad_blocks.clear()
         request.resumed = True
@@ -265,6 +269,10 @@ class Scheduler:
         plan.entries.append(StepEntry(request, request.computed, count, new_blocks, request.resumed))
         request.resumed = False
         self._budget -= count
+        if request.computed + count < request.length:
+            self._prefilling[request.request_id] = request
+        else:
+            self._prefilling.pop(request.request_id, None)
 
     # -- admission
 
@@ -272,7 +280,7 @@ class Scheduler:
         return self._budget > 0 and len(self._running) < self._config.max_num_seqs
 
     def _admit_loaded(self, plan: StepPlan) -> None:
-        for request in list(self._loaded.values()):
+        for request in sorted(self._loaded.values(), key=self._loaded_order):
             count = self._step_tokens(request, request.computed) if self._has_room() else 0
             new_blocks = self.tables.grow(request, request.computed + count) if count else None
             if new_blocks is None:
@@ -282,6 +290,12 @@ class Scheduler:
             plan.fresh.extend(block for blocks in new_blocks for block in blocks)
             del self._loaded[request.request_id]
             self._start(plan, request, count, new_blocks)
+
+    def _loaded_order(self, request: Request) -> tuple[int, int]:
+        """By the policy; FCFS here means in the order in which the loads began."""
+        if self._config.policy is Policy.PRIORITY:
+            return request.order
+        return self._load_starts[request.request_id], 0
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         if self._loaded:
@@ -333,9 +347,10 @@ class Scheduler:
         count = 0 if load_async else self._step_tokens(request, computed)
         if count == 0 and not load_async:
             return False  # the budget does not reach the next recurrent boundary
-        if load_async and not self._fits_beside_reservations(request, computed):
+        if self._config.reserve_whole and self.tables.blocks_whole(request, hit, computed) > self.pool.free_count:
             return False
-        new_blocks = self.tables.admit(request, hit, computed, computed + count)
+        reserved = sum(map(self.tables.blocks_lacking, self._prefilling.values())) if load_async else 0
+        new_blocks = self.tables.admit(request, hit, computed, computed + count, reserved=reserved)
         if new_blocks is None:
             return False
         request.local, request.external, request.computed = hit.tokens, external, computed
@@ -352,16 +367,11 @@ class Scheduler:
         if load_async:
             request.status = Status.LOADING
             self._loading[request.request_id] = request
+            self._prefilling[request.request_id] = request
+            self._load_starts[request.request_id] = self._step
         else:
             self._start(plan, request, count, new_blocks)
         return True
-
-    def _fits_beside_reservations(self, request: Request, computed: int) -> bool:
-        reserved = sum(
-            max(0, self.tables.blocks_to_end(other.length, other.computed) - self.tables.held_count(other))
-            for other in (*self._loading.values(), *self._loaded.values())
-        )
-        return self.tables.blocks_to_end(request.length, computed) + reserved <= self.pool.free_count
 
     def _take_blocks(self, plan: StepPlan, request: Request, hit: LocalHit, new_blocks: tuple[list[int], ...]) -> None:
         loading = dict.fromkeys(self.tables.load_targets(request)) if request.external else {}
@@ -421,7 +431,7 @@ class Scheduler:
             self.pool.forget(block)  # never to be found, whoever else may hold it
         valid = self.tables.valid_prefix(request, bad)
         self._load_failed(request, valid)
-        if valid == 0:
+        if valid == 0 and self._groups > 1:
             self._running.remove(request)
             self._back_to_waiting(request)
             return
@@ -476,6 +486,7 @@ class Scheduler:
             del self._loaded[request_id]
         request.status = Status.ENDED
         del self._requests[request_id]
+        self._prefilling.pop(request_id, None)
         self._ended.append(request_id)
         if self._connector is not None and self._connector.finished(request.view(), request.block_table()):
             reasons.append(HoldReason.STORING)

@@ -19,7 +19,7 @@ from math import lcm
 from kvcore.connectors.views import NULL_BLOCK
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
-from kvcore.sim.engine.request import Request
+from kvcore.sim.engine.request import GroupTable, Request
 
 TOKEN_BYTES = 4
 
@@ -63,21 +63,32 @@ class TableManager:
             total += blocks
         return total
 
-    def blocks_to_end(self, tokens: int, computed: int) -> int:
-        """Blocks that a request with `computed` tokens loaded needs until all its `tokens` are computed."""
-        total = 0
-        for group in self.groups:
-            last = _ceil_div(min(tokens, computed + self._step_tokens_max), group.block_tokens)
-            if group.kind is GroupKind.FULL:
-                total += _ceil_div(tokens, group.block_tokens)
-            elif group.kind is GroupKind.WINDOW:
-                total += last - self._first_needed(group, computed)
-            else:
-                total += min(2, last)  # the state to continue from and the one to write
-        return total
+    def blocks_lacking(self, request: Request) -> int:
+        """Blocks that a request which holds some still needs for all its tokens; what loads must leave free for it."""
+        return sum(
+            max(0, self._blocks_at_once(group, request.length, request.computed) - _held(group, table))
+            for group, table in zip(self.groups, request.tables, strict=True)
+        )
 
-    def held_count(self, request: Request) -> int:
-        return sum(table.held_count for table in request.tables)
+    def blocks_whole(self, request: Request, hit: LocalHit, computed: int) -> int:
+        """Free blocks without which the request, admitted with this hit, could not reach its last token."""
+        total = 0
+        for g, group in enumerate(self.groups):
+            have = 0
+            if group.kind is not GroupKind.RECURRENT:
+                have = max(self._first_needed(group, computed), len(hit.blocks[g]))
+            total += max(0, self._blocks_at_once(group, request.length, computed) - have)
+        shared = [self._still_needed(g, hit, computed) for g in range(len(self.groups))]
+        return total + self.pool.idle_among([block for blocks in (*shared, hit.copy_sources) for block in blocks])
+
+    def _blocks_at_once(self, group: ObjectGroup, tokens: int, computed: int) -> int:
+        """Table entries up to `tokens`; a window gives its first ones back, so it never holds more than this."""
+        blocks = _ceil_div(tokens, group.block_tokens)
+        if group.kind is GroupKind.WINDOW:
+            return min(blocks, _ceil_div(_window(group) - 1 + self._step_tokens_max, group.block_tokens) + 1)
+        if group.kind is GroupKind.RECURRENT:  # the state to continue from and the one to write
+            return min(2, _ceil_div(min(tokens, computed + self._step_tokens_max), group.block_tokens))
+        return blocks
 
     def grow(self, request: Request, target: int) -> tuple[list[int], ...] | None:
         """Blocks for tokens [computed, target) of a request with a table; None: too few, nothing was taken."""
@@ -89,13 +100,18 @@ class TableManager:
             return None
         return self._take(request, wanted, target)
 
-    def admit(self, request: Request, hit: LocalHit, computed: int, target: int) -> tuple[list[int], ...] | None:
-        """First blocks: `hit` is shared, the rest of [0, target) is taken; `computed` tokens will need no computing."""
+    def admit(
+        self, request: Request, hit: LocalHit, computed: int, target: int, *, reserved: int = 0
+    ) -> tuple[list[int], ...] | None:
+        """First blocks: `hit` is shared, the rest of [0, target) is taken; `computed` tokens will need no computing.
+
+        None: the pool cannot give them and keep `reserved` blocks free.
+        """
         assert not request.holds_blocks()
         shared = [self._still_needed(g, hit, computed) for g in range(len(self.groups))]
         wanted = [self._wanted(g, len(shared[g]), computed, target) for g in range(len(self.groups))]
         pulled = self.pool.idle_among([block for blocks in (*shared, hit.copy_sources) for block in blocks])
-        if sum(map(len, wanted)) + pulled > self.pool.free_count:
+        if sum(map(len, wanted)) + pulled + reserved > self.pool.free_count:
             return None
         for g, blocks in enumerate(shared):
             for block in blocks:
@@ -248,6 +264,10 @@ class TableManager:
                 table.append(block)
             tables.append(table)
         return tuple(tables)
+
+
+def _held(group: ObjectGroup, table: GroupTable) -> int:
+    return table.held_count if group.kind is GroupKind.RECURRENT else len(table.ids)
 
 
 def _window(group: ObjectGroup) -> int:

@@ -38,6 +38,7 @@ class Case:
     v2_runner: bool = False
     priority_policy: bool = False
     prefix_cache: bool = True
+    reserve_whole: bool = True
     load_async: bool = True
     load_error_rate: float = 0.0
     reset_steps: tuple[int, ...] = ()

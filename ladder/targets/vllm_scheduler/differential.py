@@ -78,6 +78,7 @@ class SimSide:
             policy=Policy.PRIORITY if case.priority_policy else Policy.FCFS,
             prefix_cache=case.prefix_cache,
             partial_hits=False,
+            reserve_whole=case.reserve_whole,
         )
         self.scheduler = SimScheduler(config, layout, ScriptSide(script), NullProbe(), BlockNames())
         self._tokens: dict[str, list[int]] = {}
@@ -129,7 +130,6 @@ class RealSide:
             "kv_connector_extra_config": {"script": script},
         }
         config = make_config(case, transfer)
-        config.scheduler_config.scheduler_reserve_full_isl = False
         self.scheduler = make_scheduler(case, config, make_kv_config(case))
         self._tokens: dict[str, list[int]] = {}
         self._output: Any = None
@@ -195,6 +195,7 @@ def differential_case(seed: int) -> Case:
         max_batched_tokens=rng.choice([24, 64, 256]),
         priority_policy=rng.random() < 0.4,
         prefix_cache=rng.random() < 0.5,
+        reserve_whole=rng.random() < 0.6,
         load_async=len(windows) > 1 or rng.random() < 0.5,
         load_error_rate=rng.choice([0.0, 0.0, 0.3]),
     )

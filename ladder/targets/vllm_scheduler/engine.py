@@ -92,6 +92,7 @@ def make_config(case: Case, transfer: dict[str, Any]) -> Any:
     config.scheduler_config.max_num_scheduled_tokens = None
     config.scheduler_config.async_scheduling = case.async_scheduling
     config.scheduler_config.policy = "priority" if case.priority_policy else "fcfs"
+    config.scheduler_config.scheduler_reserve_full_isl = case.reserve_whole
     config.cache_config.enable_prefix_caching = case.prefix_cache
     config.cache_config.num_gpu_blocks = case.num_blocks
     config.kv_transfer_config = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **transfer)
