@@ -35,7 +35,6 @@ class LadderOptions:
     l2_dir: Path | None = None
     connector: str | None = None
     cells: tuple[MatrixCell, ...] = FULL_MATRIX
-    watched: bool = True  # False: no oracles and no trace, to measure what they cost
 
     def default_trace(self) -> Path | None:
         """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""

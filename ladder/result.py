@@ -8,7 +8,7 @@ small smoke run cannot ask for what the full matrix must show.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from blake3 import blake3
@@ -68,6 +68,15 @@ class Floors:
     stores_cancelled: int = 0
     resumes_with_load: int = 0
     hit_share: float = 0.0
+
+    def scaled(self, numerator: int, denominator: int) -> Floors:
+        """The same demands of a climb of another size; what had to happen at all still has to happen once."""
+        counts = {
+            item.name: -(-getattr(self, item.name) * numerator // denominator)
+            for item in fields(self)
+            if item.name != "hit_share"
+        }
+        return replace(self, **counts)
 
     def unmet(self, counts: RungCounts) -> list[str]:
         """One sentence per floor that was missed."""

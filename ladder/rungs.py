@@ -57,7 +57,12 @@ FLOORS = {
     ),
     "replay": Floors(requests=120, loads_verified=500, hit_share=0.8),
 }
-"""What each pass must have done in one configuration of the full matrix."""
+"""What each pass must have done in one configuration of the full matrix, with 120 requests."""
+
+
+def floors_for(requests: int) -> dict[str, Floors]:
+    """`FLOORS` for a climb of another size: counts in proportion, shares unchanged."""
+    return {rung: floors.scaled(requests, FLOORS["0"].requests) for rung, floors in FLOORS.items()}
 
 
 class Cache(Connector, Protocol):

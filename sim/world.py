@@ -23,7 +23,10 @@ class SimWorld:
     """`in_process`: one process and in-memory transports instead of a network.
 
     `page_ns` is the range of one page copy; the default makes a store last several steps of the simulated engine, so
-    that preemption meets copies in flight.
+    that preemption meets copies in flight. `l2_latency_ns` is the range of one blocking piece of L2 work, and
+    `reconnect_ns` the time that a cut connection takes to come back.
+
+    A disk survives the process that used it: `files` of the same name is the same disk, also after `restart`.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class SimWorld:
         in_process: bool,
         page_ns: tuple[int, int] = (10_000, 200_000),
         load_page_ns: tuple[int, int] = (500, 20_000),
+        l2_latency_ns: tuple[int, int] = (10_000, 200_000),
+        reconnect_ns: int = 0,
     ) -> None:
         self.loop = loop
         self.clock: Clock = SimClock(loop)
@@ -40,7 +45,9 @@ class SimWorld:
         self._in_process = in_process
         self._page_ns = page_ns
         self._load_page_ns = load_page_ns
-        self._network = SimNetwork(loop)
+        self._l2_latency_ns = l2_latency_ns
+        self.network = SimNetwork(loop, reconnect_ns=reconnect_ns)
+        self.disks: dict[str, SimFiles] = {}
         self._local: dict[int, LocalServerTransport] = {}
         self._processes: dict[str, SimProcess] = {}
 
@@ -54,25 +61,37 @@ class SimWorld:
     def inside(self, process: str, build: Callable[[], T]) -> T:
         return self.process(process).run(build)
 
+    def restart(self, name: str, *, torn: bool = False) -> None:
+        """Kill a process and start it again, empty. `torn`: the power fails too, so that unflushed files are cut."""
+        process = self.process(name)
+        process.crash()
+        for disk_name, disk in self.disks.items():
+            if disk_name.partition(".")[0] == name:
+                disk.kill(torn=torn)
+                disk.restart()
+        process.restart()
+
     def notice(self) -> Notice:
         return SimNotice(self.loop)
 
     def executor(self, name: str) -> Executor:
-        return SimExecutor(self.loop, name=name)
+        return SimExecutor(self.loop, name=name, latency_ns=self._l2_latency_ns)
 
     def files(self, name: str) -> Files:
-        return SimFiles(self.loop)
+        if name not in self.disks:
+            self.disks[name] = SimFiles(self.loop)
+        return self.disks[name]
 
     def listen(self, server: int) -> ServerTransport:
         if self._in_process:
             self._local[server] = LocalServerTransport(self.loop)
             return self._local[server]
-        return self._network.listen(f"server{server}")
+        return self.network.listen(f"server{server}")
 
     def connect(self, server: int, client: str) -> ClientTransport:
         if self._in_process:
             return self._local[server].connect()
-        return self._network.connect(f"server{server}", f"{client}>server{server}")
+        return self.network.connect(f"server{server}", f"{client}>server{server}")
 
     def device(self, rank: int) -> SimCopyEngine:
         device = SimCopyEngine(self.loop, f"device{rank}", page_ns=self._page_ns)

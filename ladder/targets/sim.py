@@ -11,7 +11,7 @@ from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, RungResult
-from kvcore.ladder.rungs import ROOMY_BLOCKS, Stage, StageParts
+from kvcore.ladder.rungs import ROOMY_BLOCKS, Stage, StageParts, floors_for
 from kvcore.ladder.stack import CacheStack
 from kvcore.sim.engine.device import PagedMemory
 from kvcore.sim.loop import SimLoop
@@ -65,6 +65,18 @@ async def _climb(
     for rank, device in enumerate(devices):
         device.register_pages(memory.groups[rank])
     stack = CacheStack(world, config, truth, findings)
-    parts = StageParts(config.layout, model, hasher, truth, findings, devices, memory, workload, stack, options.seed)
+    parts = StageParts(
+        config.layout,
+        model,
+        hasher,
+        truth,
+        findings,
+        devices,
+        memory,
+        workload,
+        stack,
+        options.seed,
+        floors=floors_for(len(workload.requests)),
+    )
     await Stage(parts).climb(options.passes, rungs)
     await stack.close()

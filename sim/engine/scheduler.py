@@ -86,6 +86,7 @@ class Scheduler:
         self._loaded: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}  # admitted, prompt not yet computed; loading ones included
         self._load_starts: dict[str, int] = {}
+        self._loads_begun = 0
         self._held = HeldBlocks(self.tables)
         self._budget = 0
         self._forced = 0
@@ -282,6 +283,8 @@ class Scheduler:
     def _admit_loaded(self, plan: StepPlan) -> None:
         for request in sorted(self._loaded.values(), key=self._loaded_order):
             count = self._step_tokens(request, request.computed) if self._has_room() else 0
+            if self._config.reserve_whole and self.tables.blocks_lacking(request) > self.pool.free_count:
+                return
             new_blocks = self.tables.grow(request, request.computed + count) if count else None
             if new_blocks is None:
                 return
@@ -368,7 +371,8 @@ class Scheduler:
             request.status = Status.LOADING
             self._loading[request.request_id] = request
             self._prefilling[request.request_id] = request
-            self._load_starts[request.request_id] = self._step
+            self._load_starts[request.request_id] = self._loads_begun
+            self._loads_begun += 1
         else:
             self._start(plan, request, count, new_blocks)
         return True

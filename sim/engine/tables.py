@@ -19,7 +19,7 @@ from math import lcm
 from kvcore.connectors.views import NULL_BLOCK
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
-from kvcore.sim.engine.request import GroupTable, Request
+from kvcore.sim.engine.request import Request
 
 TOKEN_BYTES = 4
 
@@ -64,11 +64,19 @@ class TableManager:
         return total
 
     def blocks_lacking(self, request: Request) -> int:
-        """Blocks that a request which holds some still needs for all its tokens; what loads must leave free for it."""
-        return sum(
-            max(0, self._blocks_at_once(group, request.length, request.computed) - _held(group, table))
-            for group, table in zip(self.groups, request.tables, strict=True)
-        )
+        """Blocks that a request which holds some still needs for all its tokens; what loads must leave free for it.
+
+        Null entries of a window are no blocks: who counts them as held reserves too little, and two loads can hold
+        what each of them needs.
+        """
+        total = 0
+        for group, table in zip(self.groups, request.tables, strict=True):
+            need = self._blocks_at_once(group, request.length, request.computed)
+            if group.kind is GroupKind.WINDOW:
+                last = _ceil_div(min(request.length, request.computed + self._step_tokens_max), group.block_tokens)
+                need = last - self._first_needed(group, request.computed)
+            total += max(0, need - table.held_count)
+        return total
 
     def blocks_whole(self, request: Request, hit: LocalHit, computed: int) -> int:
         """Free blocks without which the request, admitted with this hit, could not reach its last token."""
@@ -264,10 +272,6 @@ class TableManager:
                 table.append(block)
             tables.append(table)
         return tuple(tables)
-
-
-def _held(group: ObjectGroup, table: GroupTable) -> int:
-    return table.held_count if group.kind is GroupKind.RECURRENT else len(table.ids)
 
 
 def _window(group: ObjectGroup) -> int:

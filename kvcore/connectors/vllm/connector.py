@@ -44,8 +44,8 @@ from kvcore.keys import ChunkHasher
 
 L1_BYTES = 1 << 30
 LOAD_FAILURES_MAX = 1
-"""A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks, so a
-second attempt may wait for room that it holds itself, for ever (docs/findings)."""
+"""A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks, so
+a second attempt may wait for room that it holds itself, for ever (docs/findings)."""
 _SETTINGS = ("l1_bytes", "l2", "chunk_tokens", "load_async", "host")
 
 
@@ -161,7 +161,9 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._side = self._shared.enter(self._engine_id, hasher, settings.load_async)
         self._open = True
         overlapping = vllm_config.max_concurrent_batches > 1
-        self._scheduler = SchedulerHalf(self._side.scheduler, self._layout, overlapping=overlapping)
+        self._scheduler = SchedulerHalf(
+            self._side.scheduler, self._layout, overlapping=overlapping, load_async=settings.load_async
+        )
         self._worker = WorkerHalf(self._side.worker)
 
     @property

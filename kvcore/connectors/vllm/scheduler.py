@@ -16,6 +16,9 @@ different ways; nothing here depends on the shape of an output.
 4. *Reports*: vLLM leaves out `update_connector_output` when a step has nothing to report; the core counts steps. With
    one batch in flight a missing report is made up for at the next call. With several, loads are asynchronous and
    nothing waits for an empty report.
+5. *Failed loads*: vLLM 0.32.0 leaves a request whose asynchronous load brought nothing in the queue of those that hold
+   blocks, where its failed allocation stops the loaded ones behind it for ever (docs/findings). Answering "not known
+   yet" once moves it to the ordinary queue.
 
 Who holds: one `_Known` per request from its arrival to its end. Blocks stay vLLM's; True from `finished` keeps them for
 the workers until these report `finished_sending`.
@@ -42,13 +45,15 @@ class _Known:
     preemptions: int = 0
     table: BlockTable = ()
     local_tokens: int = 0  # of the last question: these blocks are shared, all others new
+    loading: bool = False  # an asynchronous load was begun and it has not run since
     resumed: bool = False  # its next step is the first after a preemption
 
 
 class SchedulerHalf:
     """Runs on the cache's loop. `overlapping`: the engine keeps several batches in flight."""
 
-    def __init__(self, core: SchedulerConnector, layout: CacheLayout, *, overlapping: bool) -> None:
+    def __init__(self, core: SchedulerConnector, layout: CacheLayout, *, overlapping: bool, load_async: bool) -> None:
+        self._load_async = load_async
         self._core = core
         self._layout = layout
         self._overlapping = overlapping
@@ -68,12 +73,16 @@ class SchedulerHalf:
         known = self._look_at(request)
         known.table = ()
         known.local_tokens = local_tokens
+        if known.loading:
+            known.loading = False
+            return None, False
         return self._core.matched_tokens(_view(request), local_tokens)
 
     async def after_alloc(self, request: Any, table: BlockTable, external_tokens: int) -> None:
         self._catch_up_report()
         known = self._look_at(request)
         self._take_table(known, table)
+        known.loading = external_tokens > 0 and self._load_async
         self._core.after_alloc(_view(request), table, external_tokens)
 
     async def finished(self, request: Any, table: BlockTable) -> bool:

@@ -186,6 +186,7 @@ def differential_case(seed: int) -> Case:
     rng = random.Random(f"differential/{seed}")
     windows = rng.choice([(None,), (None,), (None, rng.choice([9, 16, 33])), (None, 20, 12)])
     requests = make_requests(rng, abort_rate=rng.choice([0.0, 0.2]))
+    load_async = len(windows) == 1 and rng.random() < 0.5
     return Case(
         seed=seed,
         requests=requests,
@@ -196,8 +197,8 @@ def differential_case(seed: int) -> Case:
         priority_policy=rng.random() < 0.4,
         prefix_cache=rng.random() < 0.5,
         reserve_whole=rng.random() < 0.6,
-        load_async=len(windows) > 1 or rng.random() < 0.5,
-        load_error_rate=rng.choice([0.0, 0.0, 0.3]),
+        load_async=load_async,
+        load_error_rate=0.0 if load_async or len(windows) > 1 else rng.choice([0.0, 0.3]),
     )
 
 
