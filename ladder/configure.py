@@ -10,7 +10,7 @@ from kvcore.errors import ConfigError
 from kvcore.keys import Namespace
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
-from kvcore.ladder.stack import StackConfig
+from kvcore.ladder.server_stack import StackConfig
 from kvcore.placement import Placement
 from kvcore.sim.model import FingerprintModel, build_model
 

@@ -16,8 +16,9 @@ One `Stage` per configuration: the engine, its oracles, the connector and the wo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvcore.connectors.interface import Connector
@@ -37,7 +38,8 @@ from kvcore.sim.workload import Draws, Workload
 
 ROOMY_BLOCKS = 4096
 WAVES_MAX = 6
-TIGHTNESS_PERCENT = (250, 180, 125)
+TIGHTNESS_PERCENT = (125, 105, 180)
+TIGHT_STEP_TOKENS = 64
 
 FLOORS = {
     "0": Floors(requests=120),
@@ -53,7 +55,7 @@ FLOORS = {
         fences_waited=1,
         stores_cancelled=1,
         resumes_with_load=1,
-        hit_share=0.1,
+        hit_share=0.05,
     ),
     "replay": Floors(requests=120, loads_verified=500, hit_share=0.8),
 }
@@ -77,8 +79,8 @@ class Cache(Connector, Protocol):
 
     def forget(self, hashes: Sequence[bytes]) -> None: ...
 
-    def ever_published(self, cell: Cell) -> bool:
-        """Would a cache that forgot nothing hold this cell by now?"""
+    def ever_published(self, cell: Cell, salt: str) -> bool:
+        """Would a cache that forgot nothing hold this cell of this tenant by now?"""
         ...
 
     def held(self, request_id: str) -> tuple[Collection[Cell], int] | None:
@@ -94,9 +96,19 @@ class Cache(Connector, Protocol):
     def counters(self) -> dict[str, int]: ...
 
 
+class Pressure:
+    """What somebody does to the world while a ladder is climbed in it. This one does nothing."""
+
+    def before(self, rung: str) -> None:
+        """Everything is at rest; the next thing is this pass (each wave of it)."""
+
+    async def during(self, rung: str, engine: Engine) -> None:
+        """Runs beside each pass with the cache, and is cancelled at its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What a target provides for one configuration."""
+    """What a target provides for one configuration. `reference`: rung 0's tokens, if they were run already."""
 
     layout: CacheLayout
     model: FingerprintModel
@@ -111,6 +123,17 @@ class StageParts:
     host_ahead: bool = True
     idle_step_ns: int = 1_000_000
     floors: Mapping[str, Floors] = field(default_factory=lambda: FLOORS)
+    pressure: Pressure | None = None
+    reference: Mapping[str, list[int]] | None = None
+
+
+async def run_alone(engine: Engine, requests: Sequence[RequestSpec]) -> dict[str, list[int]]:
+    """Rung 0's runs: one request at a time, no cache of any kind. Its tokens per request."""
+    engine.configure(EngineConfig(num_blocks=ROOMY_BLOCKS, prefix_cache=False, max_num_seqs=1))
+    answers: dict[str, list[int]] = {}
+    for spec in requests:
+        answers |= await engine.run([RequestSpec(spec.request_id, spec.prompt, spec.output_tokens)])
+    return answers
 
 
 class LadderOracle(EngineOracle):
@@ -130,6 +153,8 @@ class LadderOracle(EngineOracle):
         self._hits = HitOracle(parts.layout, parts.findings)
         self.hashes: dict[str, list[bytes]] = {}  # of each request's whole sequence
         self.tokens_of: Callable[[str], int] = lambda request_id: 0
+        self.aborted: set[str] = set()  # in the current pass
+        self._salts = {spec.request_id: spec.cache_salt for spec in parts.workload.requests}
         self._judged: dict[str, tuple[int, int | None, int]] = {}
         self.tokens_loaded = 0
         self.tokens_loadable = 0
@@ -152,8 +177,15 @@ class LadderOracle(EngineOracle):
         self.tokens_loaded += external_tokens
         skip = local_tokens // self._layout.chunk_tokens
         tokens = self.tokens_of(request_id)
-        usable = usable_prefix(self._layout, self.hashes[request_id], tokens, self._cache.ever_published, skip)
+        salt = self._salts[request_id]
+        usable = usable_prefix(
+            self._layout, self.hashes[request_id], tokens, lambda cell: self._cache.ever_published(cell, salt), skip
+        )
         self.tokens_loadable += max(0, usable - local_tokens)
+
+    def request_aborted(self, request_id: str) -> None:
+        super().request_aborted(request_id)
+        self.aborted.add(request_id)
 
 
 class Stage:
@@ -192,7 +224,7 @@ class Stage:
             counts = await self._waves(before)
         else:
             await self._prepare(rung)
-            counts = await self._compare(self._cached)
+            counts = await self._compare_cached(rung)
             await self._parts.cache.settle()
         self._take_readings(counts, before)
         problems = self._parts.findings.take()
@@ -207,7 +239,7 @@ class Stage:
         counts = RungCounts()
         for wave in range(WAVES_MAX):
             await self._prepare("4", wave)
-            counts.add(await self._compare(self._cached))
+            counts.add(await self._compare_cached("4"))
             await self._parts.cache.settle()
             self._take_readings(counts, before)
             if self._parts.findings.violations or not self._parts.floors["4"].unmet(counts):
@@ -222,8 +254,13 @@ class Stage:
         if rung in ("3b", "4", "replay"):
             parts.cache.drop_l1()
         await parts.cache.settle()
+        if parts.pressure is not None:
+            parts.pressure.before(rung)
         own = rung != "replay"  # there, every chunk of every request comes from the cache, none from the engine's own
-        self._cached.configure(self._config(blocks, prefix_cache=own))
+        config = self._config(blocks, prefix_cache=own)
+        if rung == "4":
+            config = replace(config, max_batched_tokens=TIGHT_STEP_TOKENS)
+        self._cached.configure(config)
 
     def _config(self, num_blocks: int, prefix_cache: bool = True) -> EngineConfig:
         return EngineConfig(
@@ -234,7 +271,7 @@ class Stage:
         )
 
     def _tight_blocks(self, wave: int) -> int:
-        """Room for one to two and a half of the largest request, so that running requests soon starve each other."""
+        """Room for little more than the largest request, so that running requests soon starve each other."""
         tables = self._cached.scheduler.tables
         largest = max(
             tables.blocks_max(len(spec.prompt) + spec.output_tokens) for spec in self._parts.workload.requests
@@ -242,12 +279,12 @@ class Stage:
         return 1 + largest * TIGHTNESS_PERCENT[wave % len(TIGHTNESS_PERCENT)] // 100
 
     def _forgotten(self, wave: int) -> list[bytes]:
-        """For three requests in four, everything from a drawn chunk on."""
+        """For every request, everything from a drawn chunk of its first half on."""
         draws = Draws(self._parts.seed + wave, "forget")
         gone: dict[bytes, None] = {}
         for hashes in self._oracle.hashes.values():
-            if hashes and draws.below(4):
-                gone.update(dict.fromkeys(hashes[draws.below(len(hashes)) :]))
+            if hashes:
+                gone.update(dict.fromkeys(hashes[draws.below(-(-len(hashes) // 2)) :]))
         return list(gone)
 
     # ---- running and comparing
@@ -255,22 +292,37 @@ class Stage:
     async def _reference(self) -> RungCounts:
         """One at a time, own prefix cache off. Every later pass is compared with what comes out here."""
         parts = self._parts
-        self._alone.configure(EngineConfig(num_blocks=ROOMY_BLOCKS, prefix_cache=False, max_num_seqs=1))
+        answers = parts.reference or await run_alone(self._alone, parts.workload.requests)
         counts = RungCounts()
         for spec in parts.workload.requests:
-            alone = RequestSpec(spec.request_id, spec.prompt, spec.output_tokens)
-            tokens = (await self._alone.run([alone]))[spec.request_id]
+            tokens = answers[spec.request_id]
             self._expected[spec.request_id] = parts.truth.tokens(spec.prompt, spec.output_tokens)
             self._count(counts, spec, tokens)
             self._oracle.hashes[spec.request_id] = parts.truth.register(spec.request_id, [*spec.prompt, *tokens])
         self._alone.configure(self._config(ROOMY_BLOCKS))
         return counts
 
+    async def _compare_cached(self, rung: str) -> RungCounts:
+        """A pass with the cache, and with whatever presses on it. Aborted requests have nothing to compare."""
+        pressure = self._parts.pressure
+        self._oracle.aborted.clear()
+        if pressure is None:
+            return await self._compare(self._cached)
+        beside = asyncio.get_running_loop().create_task(pressure.during(rung, self._cached), name="pressure")
+        try:
+            return await self._compare(self._cached)
+        finally:
+            beside.cancel()
+            await asyncio.wait([beside])
+            if not beside.cancelled():
+                beside.result()
+
     async def _compare(self, engine: Engine) -> RungCounts:
         counts = RungCounts()
         tokens = await engine.run(self._parts.workload.requests)
         for spec in self._parts.workload.requests:
-            self._count(counts, spec, tokens.get(spec.request_id, []))
+            if spec.request_id in tokens or spec.request_id not in self._oracle.aborted:
+                self._count(counts, spec, tokens.get(spec.request_id, []))
         state = engine.statistics()
         counts.preemptions, counts.steps = state.preemptions, state.steps
         return counts

@@ -139,7 +139,7 @@ class StrangerCache:
     def forget(self, hashes: Sequence[bytes]) -> None:
         return None
 
-    def ever_published(self, cell: Cell) -> bool:
+    def ever_published(self, cell: Cell, salt: str) -> bool:
         return cell[2] in self._published
 
     def held(self, request_id: str) -> tuple[Collection[Cell], int] | None:

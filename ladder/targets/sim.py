@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from kvcore.errors import ConfigError
 from kvcore.keys import ChunkHasher
@@ -11,18 +14,31 @@ from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, RungResult
-from kvcore.ladder.rungs import ROOMY_BLOCKS, Stage, StageParts, floors_for
+from kvcore.ladder.rungs import ROOMY_BLOCKS, Pressure, Stage, StageParts, floors_for, run_alone
 from kvcore.ladder.stack import CacheStack
+from kvcore.sim.engine.config import EngineConfig
 from kvcore.sim.engine.device import PagedMemory
+from kvcore.sim.engine.engine import Engine
 from kvcore.sim.loop import SimLoop
+from kvcore.sim.model import build_model
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.truth import Truth
+from kvcore.sim.ports.copy import SimCopyEngine
 from kvcore.sim.reference import Reference
 from kvcore.sim.trace import Trace
 from kvcore.sim.workload import Workload
 from kvcore.sim.world import SimWorld
 
 CELLS = FULL_MATRIX
+
+
+@dataclass(frozen=True, slots=True)
+class Reference0:
+    """What rung 0 gave: tokens per request, and the trace of the run."""
+
+    answers: Mapping[str, list[int]]
+    trace_hash: str
+    callbacks: int
 
 
 def check(options: LadderOptions) -> None:
@@ -35,14 +51,44 @@ def cells(options: LadderOptions) -> tuple[MatrixCell, ...]:
     return options.cells
 
 
+@lru_cache(maxsize=8)
+def reference_pass(groups: str, ranks: int, chunk_tokens: int, seed: int, workload: Workload) -> Reference0:
+    """Rung 0 in a world of its own: it depends on the model alone, so the cells with that model share it."""
+    layout, model = build_model(groups, ranks, chunk_tokens=chunk_tokens, seed=seed + 1)
+    trace = Trace()
+    with SimLoop(seed, trace=trace) as loop:
+        world = SimWorld(loop, in_process=True)
+        devices = [world.device(rank) for rank in range(ranks)]
+        memory = PagedMemory(layout, model, ROOMY_BLOCKS)
+        engine = Engine(EngineConfig(num_blocks=ROOMY_BLOCKS), model, layout, memory, devices)
+        answers = loop.run_until_complete(run_alone(engine, workload.requests))
+        callbacks = loop.callbacks_run
+    return Reference0(answers, trace.hash, callbacks)
+
+
+class SlowStores(Pressure):
+    """Page copies of stores take four times as long on rung 4, so that preemptions find them in flight."""
+
+    def __init__(self, devices: Sequence[SimCopyEngine]) -> None:
+        self._devices = devices
+        self._page_ns = [device.page_ns for device in devices]
+
+    def before(self, rung: str) -> None:
+        factor = 4 if rung == "4" else 1
+        for device, (least, most) in zip(self._devices, self._page_ns, strict=True):
+            device.page_ns = (least * factor, most * factor)
+
+
 def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, reproduce: str) -> CellResult:
     """Climb in one configuration, in one simulated world."""
     begin = time.process_time()
+    reference = reference_pass(cell.groups, cell.ranks, options.chunk_tokens, options.seed, workload)
     trace = Trace()
+    trace.event("reference", reference.trace_hash)
     rungs: list[RungResult] = []
     with SimLoop(options.seed, trace=trace) as loop:
         try:
-            loop.run_until_complete(_climb(loop, cell, options, workload, rungs))
+            loop.run_until_complete(_climb(loop, cell, options, workload, reference.answers, rungs))
         except ConfigError:
             raise
         except Exception as error:  # whatever ends the world - a deadlock, an assertion, a bug - fails the rung
@@ -53,7 +99,12 @@ def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, rep
 
 
 async def _climb(
-    loop: SimLoop, cell: MatrixCell, options: LadderOptions, workload: Workload, rungs: list[RungResult]
+    loop: SimLoop,
+    cell: MatrixCell,
+    options: LadderOptions,
+    workload: Workload,
+    reference: Mapping[str, list[int]],
+    rungs: list[RungResult],
 ) -> None:
     config, model = configure(cell, options)
     world = SimWorld(loop, in_process=cell.servers == 0)
@@ -77,6 +128,8 @@ async def _climb(
         stack,
         options.seed,
         floors=floors_for(len(workload.requests)),
+        pressure=SlowStores(devices),
+        reference=reference,
     )
     await Stage(parts).climb(options.passes, rungs)
     await stack.close()

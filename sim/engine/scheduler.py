@@ -492,6 +492,7 @@ class Scheduler:
         del self._requests[request_id]
         self._prefilling.pop(request_id, None)
         self._ended.append(request_id)
+        self.tables.trim(request)
         if self._connector is not None and self._connector.finished(request.view(), request.block_table()):
             reasons.append(HoldReason.STORING)
         self._held.hold(request, reasons)

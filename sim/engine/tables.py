@@ -6,8 +6,8 @@ With P tokens computed and a step that will compute up to `target`, the table of
     window W    the blocks of [max(0, P - W + 1), target); earlier ones are the null block
     recurrent   the page of the boundary before P (the state to continue from) and the page of token target - 1
 
-so a recurrent table has real pages only where a step ended. Blocks that fell out are given back at the next allocation,
-not before: that is when the engine looks. Holders and their duties are described in `block_pool`.
+so a recurrent table has real pages only where a step ended. Blocks that fell out are given back at the next allocation
+or at the end, not before: that is when the engine looks. Holders and their duties are described in `block_pool`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TableManager:
 
     def grow(self, request: Request, target: int) -> tuple[list[int], ...] | None:
         """Blocks for tokens [computed, target) of a request with a table; None: too few, nothing was taken."""
-        self._trim(request)
+        self.trim(request)
         wanted = [
             self._wanted(g, len(request.tables[g].ids), request.computed, target) for g in range(len(self.groups))
         ]
@@ -189,7 +189,8 @@ class TableManager:
         first = self._first_needed(self.groups[g], computed)
         return [block if index >= first else NULL_BLOCK for index, block in enumerate(hit.blocks[g])]
 
-    def _trim(self, request: Request) -> None:
+    def trim(self, request: Request) -> None:
+        """Give back what fell out of the windows."""
         for g, table in enumerate(request.tables):
             first = min(self._first_needed(self.groups[g], request.computed), len(table.ids))
             dropped = [index for index in range(table.trimmed, first) if table.ids[index] != NULL_BLOCK]

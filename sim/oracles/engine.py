@@ -6,7 +6,8 @@ be
 * Bytes: when an admitted request first attends to KV it did not compute in this admission - found locally or loaded -
 every
   visible word is compared with the dense reference, layer by layer. Loaded cells that are right count as verified
-  loads.
+  loads. What is wrong is a finding unless the same step reports the load as failed: the engine then throws away what
+  was computed on it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class EngineOracle(NullProbe):
         self._stores_inflight = stores_inflight
         self._admitted: dict[str, tuple[int, int]] = {}  # request -> (local, external) of an unchecked admission
         self._right: dict[str, bool] = {}
+        self._wrong: dict[str, list[str]] = {}  # findings that a failed load would still explain
         self.preemptions_store_inflight = 0
 
     # ---- blocks
@@ -79,18 +81,31 @@ class EngineOracle(NullProbe):
     # ---- what is attended to
 
     def request_admitted(self, request_id: str, local_tokens: int, external_tokens: int) -> None:
+        self._convict(request_id)
         if local_tokens or external_tokens:
             self._admitted[request_id] = (local_tokens, external_tokens)
 
     def load_ended(self, request_id: str, valid_tokens: int, promised_tokens: int) -> None:
         if valid_tokens < promised_tokens:
             self._admitted.pop(request_id, None)  # what it attends to from now on was computed here
+            self._wrong.pop(request_id, None)
+            self._right.pop(request_id, None)
+
+    def _convict(self, request_id: str) -> None:
+        """No report of a failed load has come, or can come any more."""
+        for text in self._wrong.pop(request_id, ()):
+            self._report("bytes", text)
 
     def preempted(self, request_id: str) -> None:
+        self._convict(request_id)
         self._admitted.pop(request_id, None)
         self.preemptions_store_inflight += self._stores_inflight(request_id) > 0
 
+    def request_finished(self, request_id: str, tokens: Sequence[int]) -> None:
+        self._convict(request_id)
+
     def request_aborted(self, request_id: str) -> None:
+        self._convict(request_id)
         self._admitted.pop(request_id, None)
 
     def attends(self, rank: int, layer: int, entries: Sequence[StepEntry]) -> None:
@@ -102,7 +117,8 @@ class EngineOracle(NullProbe):
         request_id = entry.request.request_id
         right = self._context_is_right(rank, layer, entry.request, entry.computed)
         if not right:
-            self._report("bytes", f"{request_id} attends to wrong KV in layer {layer.index} on rank {rank}")
+            text = f"{request_id} attends to wrong KV in layer {layer.index} on rank {rank}"
+            self._wrong.setdefault(request_id, []).append(text)
         self._right[request_id] = right and self._right.get(request_id, True)
         if layer.index == len(self._model.layers) - 1 and rank == self._layout.ranks - 1:
             local, external = self._admitted.pop(request_id)

@@ -35,6 +35,7 @@ class WatchedL1(L1Cache):
         self._staged: dict[tuple[str, ObjectKey], int | None] = {}  # -> deadline
         self._taken: dict[Owner, dict[ObjectKey, list[int | None]]] = {}  # -> deadline of each lease
         self._sessions: dict[str, dict[Owner, None]] = {}
+        self._lapsed: dict[str, Owner] = {}  # session -> the last of its owners whose leases have run out
         self.ever_published: dict[ObjectKey, None] = {}
 
     # ---- writing
@@ -97,6 +98,8 @@ class WatchedL1(L1Cache):
         return answers
 
     def _take(self, owner: Owner, keys: Iterable[ObjectKey], deadline_ns: int | None) -> None:
+        if self._lapsed and self._lapsed.get(owner.session, owner) != owner:
+            del self._lapsed[owner.session]
         taken = self._taken.get(owner)
         if taken is None:
             taken = self._taken[owner] = {}
@@ -150,6 +153,8 @@ class WatchedL1(L1Cache):
         for owner, taken in list(self._taken.items()):
             for key, deadlines in list(taken.items()):
                 taken[key] = [end for end in deadlines if end is None or end > now_ns]
+                if len(taken[key]) < len(deadlines):
+                    self._lapsed[owner.session] = owner
                 if not taken[key]:
                     del taken[key]
             self._forget_empty(owner)
@@ -161,6 +166,10 @@ class WatchedL1(L1Cache):
         """Resident keys under a lease of this session, by our own book."""
         owners = self._sessions.get(session, ())
         return [key for owner in owners for key in self._taken[owner] if self.contains(key)]
+
+    def lapsed(self, session: str) -> bool:
+        """Leases have run out that this session's latest lookup had taken."""
+        return session in self._lapsed
 
     def check_at_rest(self) -> None:
         """Nothing leased, held, staged or draining; memory adds up; every resident object holds its own bytes."""

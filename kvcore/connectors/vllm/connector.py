@@ -44,7 +44,7 @@ from kvcore.keys import ChunkHasher
 
 L1_BYTES = 1 << 30
 LOAD_FAILURES_MAX = 1
-"""A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks, so
+"""A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks:
 a second attempt may wait for room that it holds itself, for ever (docs/findings)."""
 _SETTINGS = ("l1_bytes", "l2", "chunk_tokens", "load_async", "host")
 

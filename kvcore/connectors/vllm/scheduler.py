@@ -17,8 +17,9 @@ different ways; nothing here depends on the shape of an output.
    one batch in flight a missing report is made up for at the next call. With several, loads are asynchronous and
    nothing waits for an empty report.
 5. *Failed loads*: vLLM 0.32.0 leaves a request whose asynchronous load brought nothing in the queue of those that hold
-   blocks, where its failed allocation stops the loaded ones behind it for ever (docs/findings). Answering "not known
-   yet" once moves it to the ordinary queue.
+   blocks, where its failed allocation stops the loaded ones behind it for ever, and keeps reserving blocks for it until
+   it has been computed, which may leave none for anybody else's load (docs/findings). So such a request is *stranded*:
+   "not known yet" once moves it to the ordinary queue, and until it runs no other load is begun.
 
 Who holds: one `_Known` per request from its arrival to its end. Blocks stay vLLM's; True from `finished` keeps them for
 the workers until these report `finished_sending`.
@@ -58,6 +59,7 @@ class SchedulerHalf:
         self._layout = layout
         self._overlapping = overlapping
         self._known: dict[str, _Known] = {}
+        self._stranded: dict[str, None] = {}
         self._allocated: dict[int, None] = {}
         self._report_due = False
         self._steps = 0
@@ -75,18 +77,24 @@ class SchedulerHalf:
         known.local_tokens = local_tokens
         if known.loading:
             known.loading = False
+            self._stranded[request.request_id] = None
             return None, False
-        return self._core.matched_tokens(_view(request), local_tokens)
+        tokens, load_async = self._core.matched_tokens(_view(request), local_tokens)
+        if load_async and self._stranded.keys() - {request.request_id}:
+            return None, False
+        return tokens, load_async
 
     async def after_alloc(self, request: Any, table: BlockTable, external_tokens: int) -> None:
         self._catch_up_report()
         known = self._look_at(request)
         self._take_table(known, table)
         known.loading = external_tokens > 0 and self._load_async
+        self._stranded.pop(request.request_id, None)
         self._core.after_alloc(_view(request), table, external_tokens)
 
     async def finished(self, request: Any, table: BlockTable) -> bool:
         known = self._known.pop(request.request_id, None)
+        self._stranded.pop(request.request_id, None)
         if known is None:
             return False
         if request.num_preemptions > known.preemptions:

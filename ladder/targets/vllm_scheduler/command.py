@@ -111,7 +111,8 @@ def explain(options: argparse.Namespace, work: Hunt, seed: int, outcome: Outcome
     mutant = f" --mutant {work.mutant}" if work.mutant else ""
     case = work.case(seed)
     edit = f" --edit {','.join(work.edits)}" if work.edits else ""
-    lines = [f"seed {seed}: {case.describe()}", *map(str, outcome.findings[:3]), f"{COMMAND} --seed {seed}{edit}{mutant}"]
+    command = f"{COMMAND} --seed {seed}{edit}{mutant}"
+    lines = [f"seed {seed}: {case.describe()}", *map(str, outcome.findings[:3]), command]
     if not options.no_shrink:
         edits, smaller = shrink(case, lambda each: work.run(each).kinds)
         edit = ",".join([*work.edits, *edits])
@@ -138,4 +139,3 @@ def _report(
     passed: bool, seeds: Sequence[int], failed: int, failures: list[list[str]], counts: Counter[str]
 ) -> dict[str, Any]:
     return {"passed": passed, "seeds": len(seeds), "failed": failed, "failures": failures, "counts": dict(counts)}
-

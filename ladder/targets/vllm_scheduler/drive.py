@@ -25,7 +25,7 @@ from kvcore.ladder.targets.vllm_scheduler.engine import (
 )
 from kvcore.ladder.targets.vllm_scheduler.fake_runner import FakeRunner, Finding
 from kvcore.ladder.targets.vllm_scheduler.tokens import reference
-from kvcore.ladder.targets.vllm_scheduler.world import StepPorts, SteppedRunner
+from kvcore.ladder.targets.vllm_scheduler.world import FlakyDevice, SteppedRunner, StepPorts
 from kvcore.sim.endings import garbage_collected_at_the_ends
 from kvcore.sim.loop import SimLoop
 
@@ -134,7 +134,9 @@ class _PassRun:
             subject.spoil(self._scheduler.connector, self._worker)
         self._side = shared.side(str(config.kv_transfer_config.engine_id))
         self._fake = FakeRunner(case, self._worker, self._findings)
-        self._side.device.register_pages([self._fake.pages])
+        device = self._side.device
+        assert isinstance(device, FlakyDevice)
+        device.register_pages([self._fake.pages])
         self._ended: dict[str, list[int]] = {}
         self._inflight: list[tuple[Any, Any]] = []
         self._preemptions = 0

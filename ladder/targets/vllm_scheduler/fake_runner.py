@@ -1,7 +1,7 @@
-"""`FakeRunner`: a model runner whose slots hold rolling hashes. It knows what vLLM's runners know, and checks every slot.
+"""`FakeRunner`: a model runner whose slots hold rolling hashes. It knows what vLLM's runners know, and checks slots.
 
-Per step, in the order of vLLM's runners: `handle_preemptions`, states updated from the output, metadata bound, synchronous
-loads started, per layer {wait, check, write, save}, other loads started, `wait_for_save`, reports.
+Per step, in the order of vLLM's runners: `handle_preemptions`, states updated from the output, metadata bound,
+synchronous loads started, layers {wait, check, write, save}, other loads started, `wait_for_save`, reports.
 
 The two shapes of an output:
 
@@ -9,14 +9,13 @@ The two shapes of an output:
     V2   a resumed request is back in `scheduled_new_reqs`, with `prefill_token_ids`
 
 A check happens when all loads of the step have ended and nothing of the step is written. A slot that is wrong is a
-finding, unless the connector says in this very step that one of the request's blocks was not loaded; what is computed on
-such ground is garbage, and is written as garbage.
+finding, unless the connector says in this very step that one of the request's blocks was not loaded; what is computed
+on such ground is garbage, and is written as garbage.
 """
 
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -96,7 +96,7 @@ def double_release_at_abort(scheduler: Any, worker: Any) -> None:
         return held
 
     async def twice(request_ids: Any) -> Finished:
-        finished = await take_reports(request_ids)
+        finished: Finished = await take_reports(request_ids)
         result = replace(finished, sent=finished.sent | frozenset(again))
         again.clear()
         again.update((name, None) for name in finished.sent if name in aborted)
@@ -124,6 +124,11 @@ def promise_over_the_end(scheduler: Any, worker: Any) -> None:
     half.matched_tokens, core.after_alloc = one_more, taken
 
 
+def no_stranding(scheduler: Any, worker: Any) -> None:
+    """Failed asynchronous loads are left to vLLM, which can then wait for ever (docs/findings)."""
+    scheduler._scheduler._load_async = False
+
+
 MUTANTS: dict[str, Spoil] = {
     "skipped-load": skipped_load,
     "shifted-load": shifted_load,
@@ -132,4 +137,5 @@ MUTANTS: dict[str, Spoil] = {
     "uncomputed-stores": stores_uncomputed,
     "double-release": double_release_at_abort,
     "promise-over-n-1": promise_over_the_end,
+    "no-stranding": no_stranding,
 }

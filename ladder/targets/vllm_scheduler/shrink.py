@@ -2,7 +2,7 @@
 
     drop=r3      without request r3              cut=r1:20   r1 has only the first 20 tokens of its prompt
     out=r1:4     r1 generates 4 tokens           now=r1      r1 arrives before the first step
-    keep=r1      r1 is not aborted               passes=1, layers=1, errors=0, resets=0
+    keep=r1      r1 is not aborted               passes=1, layers=1, errors=0, resets=0, prefix=0
 
 An edit is kept when the smaller case still fails in one of the original ways. Greedy, the largest edits first, until
 nothing helps or the attempts are used up.
@@ -39,6 +39,8 @@ def _apply(case: Case, edit: str) -> Case:
         return replace(case, layers=int(value))
     if name == "errors":
         return replace(case, load_error_rate=0.0)
+    if name == "prefix":
+        return replace(case, prefix_cache=bool(int(value)))
     if name == "resets":
         return replace(case, reset_steps=())
     raise ConfigError(f"unknown edit {edit!r}; see the text of kvcore.ladder.targets.vllm_scheduler.shrink")

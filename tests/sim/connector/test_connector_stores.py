@@ -200,7 +200,7 @@ def test_a_store_that_is_still_asking_gives_way_at_once(desk_of: DeskOf) -> None
 
     async def scenario(desk: Any) -> None:
         first = desk.job("q1", 64)
-        desk.world._network.clog("worker0>server0", 5 * MS)
+        desk.world.network.clog("worker0>server0", 5 * MS)
         await desk.compute(first)
         tables = desk.preempt(first)
         thief = await take_blocks(desk, tables)

@@ -1,0 +1,195 @@
+"""The in-process `Cache` as a small ladder of its own, and shared memory under a climb on real threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from kvcore import Cache
+from kvcore.errors import CallerError, ConfigError
+from kvcore.ladder.climb import climb_all
+from kvcore.ladder.configure import configure
+from kvcore.ladder.matrix import MatrixCell
+from kvcore.ladder.options import LadderOptions
+from kvcore.ladder.result import failures
+from kvcore.ladder.stack import StackConfig
+from kvcore.ladder.targets import local
+from kvcore.sim.model import FingerprintModel
+from kvcore.sim.workload import Workload, load_workload
+
+pytestmark = pytest.mark.ladder
+
+CHUNK_TOKENS = 16
+CHUNK_BYTES = 4096
+
+
+def value(tokens: Any) -> bytes:
+    """The bytes of a chunk: a function of all tokens up to its end."""
+    return blake3(np.asarray(tokens, dtype="<u4").tobytes()).digest(length=CHUNK_BYTES)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return load_workload(None, 3, requests=40, chunk_tokens=CHUNK_TOKENS)
+
+
+class FacadeLadder:
+    """Stores and reads back every prompt of a workload, and compares every byte."""
+
+    def __init__(self, workload: Workload, where: Path) -> None:
+        self.prompts = [spec.prompt for spec in workload.requests]
+        self.where = where
+        self.truth: dict[tuple[int, ...], bytes] = {}
+        for prompt in self.prompts:
+            for end in range(CHUNK_TOKENS, len(prompt) + 1, CHUNK_TOKENS):
+                self.truth[prompt[:end]] = value(prompt[:end])
+
+    def open(self, l1_chunks: int, options: str = "") -> Cache:
+        url = f"file://{self.where}{options}"
+        return Cache.open(
+            namespace="facade", chunk_tokens=CHUNK_TOKENS, chunk_bytes=CHUNK_BYTES,
+            l1_bytes=l1_chunks * CHUNK_BYTES, l2=url,
+        )  # fmt: skip
+
+    def chunks(self, prompt: tuple[int, ...]) -> list[bytes]:
+        return [self.truth[prompt[:end]] for end in range(CHUNK_TOKENS, len(prompt) + 1, CHUNK_TOKENS)]
+
+    def store_all(self, cache: Cache) -> int:
+        return sum(cache.store(prompt, self.chunks(prompt)) for prompt in self.prompts)
+
+    def read_all(self, cache: Cache) -> tuple[int, int]:
+        """(chunks that came back, chunks there are); each of those that came is compared."""
+        found = wanted = 0
+        for prompt in self.prompts:
+            expected = self.chunks(prompt)
+            got = cache.retrieve(prompt)
+            assert got == expected[: len(got)]
+            found += len(got)
+            wanted += len(expected)
+        return found, wanted
+
+
+@pytest.fixture
+def facade(workload: Workload, tmp_path: Path) -> FacadeLadder:
+    return FacadeLadder(workload, tmp_path / "l2")
+
+
+def test_the_facade_gives_every_byte_back_cold_hot_and_reopened(facade: FacadeLadder) -> None:
+    with facade.open(2 * len(facade.truth)) as cache:
+        assert facade.read_all(cache)[0] == 0
+        assert facade.store_all(cache) == len(facade.truth)
+        assert facade.store_all(cache) == 0
+        found, wanted = facade.read_all(cache)
+        assert found == wanted
+        assert cache.lookup(facade.prompts[0]) == len(facade.prompts[0]) // CHUNK_TOKENS * CHUNK_TOKENS
+        assert cache.flush()
+        assert cache.drop_l1() == len(facade.truth)
+        assert facade.read_all(cache) == (wanted, wanted)
+        assert cache.statistics().storage.prefetch.cells_found > 0
+    with facade.open(2 * len(facade.truth)) as cache:
+        assert facade.read_all(cache) == (wanted, wanted)
+    with pytest.raises(CallerError, match="closed"):
+        cache.lookup([1, 2])
+    cache.close()
+
+
+def test_the_facade_with_little_memory_and_a_small_directory_gives_right_bytes(facade: FacadeLadder) -> None:
+    """Most of what is stored is evicted from both tiers; what comes back is right."""
+    with facade.open(24, f"?capacity={len(facade.truth) * CHUNK_BYTES // 3}&name=small") as cache:
+        facade.store_all(cache)
+        assert cache.flush()
+        found, wanted = facade.read_all(cache)
+        assert 0 < found < wanted
+        assert cache.statistics().storage.l1.evictions > 0
+    assert sum(path.stat().st_size for path in facade.where.rglob("*.kv")) <= len(facade.truth) * CHUNK_BYTES // 3
+
+
+def test_damaged_files_make_the_answer_shorter(facade: FacadeLadder) -> None:
+    with facade.open(2 * len(facade.truth)) as cache:
+        facade.store_all(cache)
+        assert cache.flush()
+    records = sorted(facade.where.rglob("*.kv"))
+    for index, record in enumerate(records[::7]):
+        data = bytearray(record.read_bytes())
+        data[index % len(data)] ^= 1
+        record.write_bytes((data, data[: len(data) // 2], data + b"!")[index % 3])
+    records[1].unlink()
+    with facade.open(2 * len(facade.truth)) as cache:
+        found, wanted = facade.read_all(cache)
+        assert 0 < found < wanted
+        assert facade.store_all(cache) > 0
+        assert facade.read_all(cache) == (wanted, wanted)
+
+
+def test_threads_that_share_a_facade_read_right_bytes(facade: FacadeLadder) -> None:
+    wrong: list[BaseException] = []
+
+    def reader(cache: Cache) -> None:
+        try:
+            facade.store_all(cache)
+            facade.read_all(cache)
+        except BaseException as error:
+            wrong.append(error)
+
+    with facade.open(48) as cache:
+        threads = [threading.Thread(target=reader, args=(cache,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("file:relative", "absolute path"),
+        ("files:///tmp/kv", "nearest one is 'file'"),
+        ("/tmp/kv", "URL with a scheme"),
+        ("memory:?capacity=1.5GiB", "not a size"),
+        ("memory:?capacity=1XB", "unit of size"),
+        ("memory:?capacitee=1GiB", "nearest one is 'capacity'"),
+        ("memory:?capacity=", "no value"),
+        ("memory:?name=a&name=b", "given twice"),
+        ("memory://host", "no host"),
+        ("file:///", "directory of its own"),
+        ("file:///dev/null/kv?fsync=maybe", "value of fsync"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_refused_in_one_line(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        Cache.open(namespace="facade", chunk_tokens=4, chunk_bytes=64, l1_bytes=1024, l2=url)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[StackConfig]:
+    """Target local builds its servers on POSIX shared memory; the configurations it was built with."""
+    built: list[StackConfig] = []
+
+    def shared(cell: MatrixCell, options: LadderOptions, l2: Any = None) -> tuple[StackConfig, FingerprintModel]:
+        config, model = configure(cell, options, l2)
+        built.append(replace(config, shared_memory=True))
+        return built[-1], model
+
+    monkeypatch.setattr(local, "configure", shared)
+    return built
+
+
+@pytest.mark.parametrize("cell", ["full+window+recurrent/r2/s2/sync", "full+window+recurrent/r1/inproc/async"])
+def test_workers_that_map_the_servers_memory_change_no_output(shared_memory: list[StackConfig], cell: str) -> None:
+    before = segments()
+    result = climb_all(LadderOptions(target="local", cells=(MatrixCell.parse(cell),), requests=40))
+    assert failures(result.cells) == []
+    assert len(shared_memory) == 1
+    assert segments() == before
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("kvcore-*") if not path.is_dir()}
