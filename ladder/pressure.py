@@ -10,6 +10,7 @@ Who holds: the climb's `SimLoop` everything; `Climbed` keeps what is of interest
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +50,15 @@ class Press(Pressure):
         """Kill a server's process and start it again."""
         self.world.restart(f"server{index}", torn=torn)
         self.stack.server_restarted(index)
+
+    async def outage(self, index: int, seconds: float) -> None:
+        """A server's process dies and is gone for a while."""
+        self.world.crash(f"server{index}")
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.world.process(f"server{index}").restart()
+            self.stack.server_restarted(index)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from kvcore.sim.engine.device import ComputeDevice, PagedMemory
 from kvcore.sim.engine.engine import Engine
 from kvcore.sim.engine.request import RequestSpec
 from kvcore.sim.model import FingerprintModel
-from kvcore.sim.oracles.engine import EngineOracle
+from kvcore.sim.oracles.engine import CopyWatch, EngineOracle
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.hits import Cell, HitOracle, usable_prefix
 from kvcore.sim.oracles.truth import Truth
@@ -106,6 +106,10 @@ class Pressure:
         """Runs beside each pass with the cache, and is cancelled at its end."""
 
 
+class WatchableDevice(ComputeDevice, CopyWatch, Protocol):
+    """A device that also tells the oracle about its unfinished copies."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageParts:
     """What a target provides for one configuration. `reference`: rung 0's tokens, if they were run already."""
@@ -115,7 +119,7 @@ class StageParts:
     hasher: ChunkHasher
     truth: Truth
     findings: Findings
-    devices: Sequence[ComputeDevice]
+    devices: Sequence[WatchableDevice]
     memory: PagedMemory
     workload: Workload
     cache: Cache

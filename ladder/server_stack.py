@@ -18,7 +18,7 @@ from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace, ObjectKey
 from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.file import file_adapter
-from kvcore.l2.memory import memory_adapter
+from kvcore.l2.memory import MemoryBackend, memory_adapter
 from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.ports import ClientTransport, Clock, Executor, Files, Notice, ServerTransport, Tracer
@@ -64,7 +64,7 @@ class StackConfig:
 
     `l2`: which adapters, in order of preference; `l2_bytes` bounds each of them, `l2_quota` its tenants. `quota` is
     L1's. `storage`, `connection` and `lookup` hold the deadlines. `shared_memory`: L1 lies in POSIX shared memory,
-    which the workers map.
+    which the workers map. `engine_namespace`: the clients', where it is not the servers'.
     """
 
     layout: CacheLayout
@@ -86,6 +86,7 @@ class StackConfig:
     lookup: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     shared_memory: bool = False
+    engine_namespace: Namespace | None = None
 
     def __post_init__(self) -> None:
         chunk = max(self.layout.cell_bytes(group) for group in range(len(self.layout.groups)))
@@ -110,15 +111,26 @@ class AttachedRegion:
 
 
 class ServerStack:
-    """One cache server with its storage, in its own process of the world. `life` counts its restarts."""
+    """One cache server with its storage, in its own process of the world.
+
+    `life` counts its restarts; `memories` holds the records of memory stores, which outlive it.
+    """
 
     def __init__(
-        self, world: World, index: int, config: StackConfig, truth: Truth, findings: Findings, life: int = 0
+        self,
+        world: World,
+        index: int,
+        config: StackConfig,
+        truth: Truth,
+        findings: Findings,
+        memories: dict[str, MemoryBackend],
+        life: int = 0,
     ) -> None:
         self.name = f"server{index}"
         self._truth = truth
         self._findings = findings
         self._world = world
+        self._memories = memories
         self._arena = SharedArena(config.l1_bytes) if config.shared_memory else PlainArena(config.l1_bytes)
         self.segment = self._arena.segment or (f"{self.name}.{life}" if life else self.name)
         policy = S3FifoPolicy if config.policy == "s3fifo" else LruPolicy
@@ -181,6 +193,7 @@ class ServerStack:
                 notice_factory=world.notice,
                 capacity_bytes=config.l2_bytes,
                 quota=config.l2_quota,
+                backend=self._memories.setdefault(name, MemoryBackend()),
             )
         if config.weak_locks:
             adapter = WeakLocks(adapter)

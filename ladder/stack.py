@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.keys import ObjectKey
+from kvcore.l2.memory import MemoryBackend
 from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.server_stack import AttachedRegion, ServerStack, StackConfig, World
 from kvcore.service.client import Connection, Region, SchedulerClient, Segment, WorkerClient, identity_of
@@ -35,6 +36,7 @@ class CacheStack:
         self._truth = truth
         self._findings = findings
         self._world = world
+        self.memories: dict[str, MemoryBackend] = {}  # by adapter
         self._lives = [0] * config.placement.servers
         self._past: dict[ObjectKey, None] = {}  # published in an earlier life of a server
         self._generation_lost = 0
@@ -52,12 +54,13 @@ class CacheStack:
         world, life = self._world, self._lives[index]
 
         def build() -> ServerStack:
-            return ServerStack(world, index, self.config, self._truth, self._findings, life)
+            return ServerStack(world, index, self.config, self._truth, self._findings, self.memories, life)
 
         return world.inside(f"server{index}", build)
 
     def _connect(self, client: str) -> list[Connection]:
-        identity = identity_of(self.config.namespace, self.config.layout, self.config.placement)
+        namespace = self.config.engine_namespace or self.config.namespace
+        identity = identity_of(namespace, self.config.layout, self.config.placement)
         made = [
             Connection(
                 self._world.connect(index, client), identity, self._world.clock, self.config.connection, index=index

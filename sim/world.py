@@ -63,13 +63,15 @@ class SimWorld:
 
     def restart(self, name: str, *, torn: bool = False) -> None:
         """Kill a process and start it again, empty. `torn`: the power fails too, so that unflushed files are cut."""
-        process = self.process(name)
-        process.crash()
+        self.crash(name, torn=torn)
+        self.process(name).restart()
+
+    def crash(self, name: str, *, torn: bool = False) -> None:
+        self.process(name).crash()
         for disk_name, disk in self.disks.items():
             if disk_name.partition(".")[0] == name:
                 disk.kill(torn=torn)
                 disk.restart()
-        process.restart()
 
     def notice(self) -> Notice:
         return SimNotice(self.loop)

@@ -100,10 +100,21 @@ def test_leases_run_out_and_deadlines_answer_before_a_slow_store() -> None:
         change=change,
         demands=floors(REQUESTS, r3=LOADED, r4=PREEMPTED),
         l2_latency_ns=(MS, 40 * MS),
+        page_ns=(20_000, 500_000),
     )
     assert climbed.problems == []
     assert climbed.total("l1", "expired_leases") > 0
     assert climbed.total("prefetch", "deadlines") > 0
+
+
+def test_an_engine_of_another_model_is_refused_and_computes_everything_itself() -> None:
+    def change(config: StackConfig) -> StackConfig:
+        return replace(config, engine_namespace=replace(config.namespace, model_revision="another"))
+
+    climbed = climb_pressed("full/r1/s1/sync", change=change, demands=floors(REQUESTS))
+    assert climbed.problems == []
+    assert [rung.counts.tokens_loaded for rung in climbed.rungs] == [0] * len(climbed.rungs)
+    assert climbed.total("l1", "published") == 0
 
 
 def test_chunks_hashed_by_the_engine_change_no_output() -> None:
