@@ -1,6 +1,7 @@
 # One command for each habit. Every target sets up what it needs and prints its time.
 #   make ladder   the main job: the five rungs and the replay, over the whole matrix
 #   make test     all tests      make check  lint, types, import contracts, dead code
+#   make vllm     the real vLLM scheduler on the ladder, in .venv-vllm (1.8 GB); skipped loudly where it cannot install
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes.
 
@@ -8,10 +9,12 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
+VLLM_PYTHON := .venv-vllm/bin/python
+VLLM_STAMP := .venv-vllm/.kvcore-vllm
 STAMP := $(VENV)/.kvcore-dev
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(STAMP),setup,$@): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: setup ladder test check bench wheel clean system
+.PHONY: setup ladder test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -24,6 +27,9 @@ ladder: $(STAMP)
 
 test: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/run_tests.py --jobs $(JOBS))
+
+vllm:
+	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || $(VLLM_PYTHON) -m pytest tests/vllm; })
 
 check: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/check.py)

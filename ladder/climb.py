@@ -10,6 +10,8 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
@@ -50,13 +52,14 @@ def climb_all(options: LadderOptions, jobs: int = 1, progress: Progress | None =
 def _workload(options: LadderOptions) -> Workload:
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: there is no file {options.trace}")
-    return load_workload(
-        options.trace or options.default_trace(),
-        options.seed,
-        requests=options.requests,
-        families=options.families,
-        chunk_tokens=options.chunk_tokens,
-    )
+    path = options.trace or options.default_trace()
+    return _load(path, options.seed, options.requests, options.families, options.chunk_tokens)
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path | None, seed: int, requests: int, families: int, chunk_tokens: int) -> Workload:
+    """Once per process: reading and checking a whole trace takes half a second."""
+    return load_workload(path, seed, requests=requests, families=families, chunk_tokens=chunk_tokens)
 
 
 def _name(options: LadderOptions) -> str:

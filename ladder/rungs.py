@@ -52,7 +52,6 @@ FLOORS = {
         loads_verified=200,
         stores_verified=100,
         preemptions_store_inflight=20,
-        fences_waited=1,
         stores_cancelled=1,
         resumes_with_load=1,
         hit_share=0.05,

@@ -47,7 +47,7 @@ def _speed(result: LadderResult) -> str:
 
 
 def _failures(result: LadderResult) -> list[str]:
-    found = failures(result.cells)
+    found = [*failures(result.cells), *result.shortfalls]
     if not found:
         return []
     shown = [f"  {line}" for line in found[:20]]

@@ -236,7 +236,7 @@ def _families(rows: Iterable[TraceRow], max_chunks: int) -> list[list[_Member]]:
     """
     found: dict[tuple[int, ...], list[_Member]] = {}
     for index, row in enumerate(rows):
-        if 2 <= len(row.hash_ids) <= max_chunks * 2 // 5:
+        if 2 <= len(row.hash_ids) <= max_chunks * 3 // 10:
             found.setdefault(row.hash_ids[:2], []).append((index, row))
     shared = [members for members in found.values() if _shares(members, max_chunks)]
     return sorted(shared, key=lambda members: (-len(members), members[0][0]))

@@ -15,14 +15,15 @@ Theory of operation
    nothing else. The callback of a request runs exactly once, never from inside the call that made the request.
 3. Every reply carries the server's incarnation. A new one means that everything granted before is gone: debts are void,
    outstanding requests fail with RESTARTED, except those that build on nothing the old life had (STORE, and LOOKUP with
-   all its hashes), which are sent to the new life. The handshake is made again with the next request, and subscribers
+   all its hashes), which are sent to the new life - and then the debts about the same session or store are still owed,
+   to the new life and behind them. The handshake is made again with the next request, and subscribers
    of `on_ready` run before anything else is sent to the new life (workers register there).
 4. A request that the server did not execute because it had forgotten the connection is sent again by itself, after a
    new handshake, under a new id.
 5. *Debts* are messages that must arrive some time: releases, aborts, ends of copies. `owe(key, message)` sends it and
    repeats it with back-off until the server has answered anything at all. A newer message under the same key replaces
    the older one. After `resends_max` silent attempts a debt sleeps (no timer is left running for a dead server) and is
-   paid when the server is next heard from. A debt of a dead incarnation is void.
+   paid when the server is next heard from. A debt of a dead incarnation is void, unless its cause lives on (3).
 6. There is a timer per outstanding request and per unpaid debt, and none otherwise: at rest nothing is scheduled.
 
 Who holds: a request's callback is held here until it has run once, a debt until it is paid or void. Who announces: the
@@ -49,16 +50,16 @@ from kvcore.service.protocol import (
     Header,
     Hello,
     Identity,
-    Lookup,
     Reply,
     Request,
     ServerLimits,
-    Store,
     UndecodableError,
     Welcome,
     pack,
     read_header,
     read_reply,
+    stands_alone,
+    subject_of,
 )
 
 ReplyCallback = Callable[[Reply], None]
@@ -228,6 +229,10 @@ class Connection:
         debt = self._debts.pop(key, None)
         if debt is not None and debt.timer is not None:
             debt.timer.cancel()
+
+    def owes(self, key: str) -> bool:
+        """The message under `key` is still to be paid."""
+        return key in self._debts
 
     def close(self) -> None:
         """Fail what is outstanding, drop the debts, close the transport. A second close does nothing."""
@@ -422,16 +427,22 @@ class Connection:
         call.callback(Error(ErrorCode.TIMEOUT, "no reply in time"))
 
     def _life_ended(self) -> None:
-        """The server's life that we knew is over, and with it all that it held for us or that we owed it."""
-        self._drop_debts()
+        """The server's life that we knew is over, and with it all that it held for us or that we owed it.
+
+        What goes on into the next life takes the debts about it along: a LOOKUP that nobody waits for any more is
+        carried out there all the same, and must be released there.
+        """
         calls, self._calls = self._calls, {}
+        carried = {subject_of(call.message) for call in (*calls.values(), *self._waiting) if stands_alone(call.message)}
+        for key, debt in list(self._debts.items()):
+            if subject_of(debt.message) not in carried:
+                self.forgive(key)
         for call in calls.values():
             self._survive(call)
 
     def _survive(self, call: _Call) -> None:
         """A call of the old life: into the new one if it needs nothing of the old one, else it has failed."""
-        message = call.message
-        if isinstance(message, Store) or (isinstance(message, Lookup) and message.base == 0):
+        if stands_alone(call.message):
             self._dispatch(call)
         else:
             self._fail_soon(call, Error(ErrorCode.RESTARTED, "the server has restarted; what it had granted is gone"))
@@ -467,6 +478,10 @@ class Connection:
     def _paid(self, key: str, debt: _Debt, reply: Reply) -> None:
         debt.under_way = False
         if self._debts.get(key) is not debt:
+            return
+        if isinstance(reply, Error) and reply.code is ErrorCode.RESTARTED:
+            debt.attempts = 0
+            self._pay(key, debt)  # its cause went on into the new life, and is ahead of it
             return
         if not (isinstance(reply, Error) and reply.code in _LOST):
             del self._debts[key]

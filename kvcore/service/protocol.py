@@ -411,6 +411,20 @@ def _code_of(body: memoryview) -> ErrorCode:
     return ErrorCode.MALFORMED
 
 
+def stands_alone(message: Request) -> bool:
+    """A request that builds on nothing that a life of the server had granted."""
+    return isinstance(message, Store) or (isinstance(message, Lookup) and message.base == 0)
+
+
+def subject_of(message: Request) -> tuple[str, str] | None:
+    """The session or the store that a message is about."""
+    for name in ("session", "tag"):
+        value = getattr(message, name, None)
+        if isinstance(value, str):
+            return name, value
+    return None
+
+
 def pack_bits(bits: int) -> bytes:
     """A bit set as little-endian bytes, as short as it goes."""
     if bits < 0:

@@ -15,8 +15,8 @@ it, which turns its actions into messages and the replies into its events.
 5. `epoch` counts the lookups of this client. A reply belongs to the epoch it was asked for; a reply for an older one is
    late, counted, and changes nothing, because the newer LOOKUP has already released the older leases on the servers
    (same ordered connection) and END or RELEASE cover every epoch up to theirs.
-6. A LOOKUP whose acknowledgement is late - after the deadline - is still listened to for `linger_ns`: if it comes, the
-   server is told to release again.
+6. A LOOKUP whose acknowledgement is late - after the deadline, or after the end of its session - is still listened to
+   for `linger_ns`: if it comes, the server is told to release again. (The first time an earlier life of it was told.)
 
 Who holds: the servers hold leases in the session's name. Who announces: QUERY's reply. Who frees: `settle`, `release`,
 `end` or the next `start`; if this process dies, the servers' idle expiry.
@@ -297,6 +297,7 @@ class SchedulerClient:
         record = self._record_of(session, lookup)
         if record is None:
             self._counts["late"] += not isinstance(reply, Error)
+            self._disown(session, lookup, server, reply)
             return
         assert lookup.state is not None
         if isinstance(reply, wire.Ack):
@@ -312,6 +313,22 @@ class SchedulerClient:
             actions = lookup.state.refused(server, _text(reply))
         self._perform(session, lookup, actions)
         self._after(session, lookup)
+
+    def _disown(self, session: str, lookup: _Lookup, server: int, reply: Reply) -> None:
+        """A server has, or may have, begun a lookup that is over here. It is told unless it is being told.
+
+        It was told before; but the server may have restarted since, the new life got the LOOKUP, and the old one had
+        answered what followed it.
+        """
+        connection = self._connections[server]
+        begun = isinstance(reply, wire.Ack) or (isinstance(reply, Error) and reply.code is ErrorCode.TIMEOUT)
+        if not begun or connection.owes(_debt(session)):
+            return
+        if session in self._sessions:
+            release = wire.Release(session, lookup.generation, lookup.epoch)
+            connection.owe(f"{_debt(session)}:{lookup.epoch}", release)  # beside what the newer lookup will owe
+        else:
+            connection.owe(_debt(session), wire.EndSession(session, lookup.epoch))
 
     def _query_replied(self, session: str, lookup: _Lookup, server: int, serial: int, reply: Reply) -> None:
         if self._record_of(session, lookup) is None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -98,8 +98,11 @@ class _Part:
 
 @dataclass(slots=True)
 class _OpenStore:
+    """`aborted_in`: the servers' lives, by part, that were told of the abort."""
+
     parts: list[_Part]
     granted: list[bool]
+    aborted_in: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -165,7 +168,10 @@ class WorkerClient:
         except BaseException:
             self.abort_store(tag)
             raise
-        if self._stores.get(tag) is not store:  # aborted meanwhile: the servers are told already
+        if self._stores.get(tag) is not store:  # aborted meanwhile: the servers are told already, in these lives
+            for part, reply, life in zip(parts, replies, store.aborted_in):
+                if self._connections[part.server].incarnation != life:
+                    self._owe_abort(part, reply)
             return grants
         for part, reply in zip(parts, replies):
             self._take_store(store, part, reply, grants)
@@ -226,6 +232,7 @@ class WorkerClient:
         if store is None:
             return
         for part in store.parts:
+            store.aborted_in.append(self._connections[part.server].incarnation)
             self._owe_abort(part, None)
 
     def _owe_abort(self, part: _Part, reply: Reply | None) -> None:

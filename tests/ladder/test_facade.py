@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,11 @@ import pytest
 from blake3 import blake3
 
 from kvcore import Cache
+from kvcore.cli import main
 from kvcore.errors import CallerError, ConfigError
-from kvcore.ladder.climb import climb_all
 from kvcore.ladder.configure import configure
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
-from kvcore.ladder.result import failures
 from kvcore.ladder.stack import StackConfig
 from kvcore.ladder.targets import local
 from kvcore.sim.model import FingerprintModel
@@ -168,6 +168,43 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(url: str, says: str)
     assert "\n" not in str(refused.value)
 
 
+def test_a_directory_that_is_somebody_elses_is_refused_and_left_alone(tmp_path: Path) -> None:
+    def opened(name: str) -> Cache:
+        url = f"file://{tmp_path / name}"
+        return Cache.open(namespace="facade", chunk_tokens=4, chunk_bytes=64, l1_bytes=1024, l2=url)
+
+    for name, file, text in (("letters", "letter.txt", "dear"), ("others", "kvcore-l2.json", '{"format": "other"}')):
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / file).write_text(text)
+    with pytest.raises(ConfigError, match=r"files that are not ours, such as 'letter\.txt'"):
+        opened("letters")
+    with pytest.raises(ConfigError, match="another format"):
+        opened("others")
+    with opened("mine") as cache:
+        cache.store([1, 2, 3, 4], [bytes(64)])
+        assert cache.flush()
+        with pytest.raises(ConfigError, match="held by another"):
+            opened("mine")
+        assert cache.lookup([1, 2, 3, 4]) == 4
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, -1, 4], [1, 2, True, 4], [1, 2, 1 << 32, 4], [1, 2, 3.0, 4], "abcd", None])
+def test_what_is_no_token_is_refused_and_the_cache_goes_on(tokens: Any) -> None:
+    good: Any = np.arange(4, dtype=np.int64)
+    with Cache.open(namespace="facade", chunk_tokens=4, chunk_bytes=64, l1_bytes=1024) as cache:
+        cache.store(good, [b"k" * 64])
+        with pytest.raises(CallerError):
+            cache.store(tokens, [b"w" * 64])
+        with pytest.raises(CallerError):
+            cache.retrieve(tokens)
+        with pytest.raises(CallerError, match="not 64"):
+            cache.store([9, 9, 9, 9], [b"short"])
+        with pytest.raises(CallerError):
+            cache.lookup(good - 1)
+        assert cache.retrieve(list(range(4))) == [b"k" * 64]
+
+
 @pytest.fixture
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[StackConfig]:
     """Target local builds its servers on POSIX shared memory; the configurations it was built with."""
@@ -183,10 +220,13 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[StackConfig]:
 
 
 @pytest.mark.parametrize("cell", ["full+window+recurrent/r2/s2/sync", "full+window+recurrent/r1/inproc/async"])
-def test_workers_that_map_the_servers_memory_change_no_output(shared_memory: list[StackConfig], cell: str) -> None:
+def test_workers_that_map_the_servers_memory_change_no_output(
+    shared_memory: list[StackConfig], capsys: pytest.CaptureFixture[str], cell: str
+) -> None:
     before = segments()
-    result = climb_all(LadderOptions(target="local", cells=(MatrixCell.parse(cell),), requests=40))
-    assert failures(result.cells) == []
+    code = main(["ladder", "--target", "local", "--cell", cell, "--requests", "40", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert (code, result["verdict"], [rung["problems"] for rung in result["rungs"]]) == (0, "pass", [[]] * 6)
     assert len(shared_memory) == 1
     assert segments() == before
 

@@ -96,7 +96,7 @@ class Hostile(Press):
             frame = self._frame(number, request)
             await self._send(port, frame, frame, frame[: draws.below(len(frame))], frame + b"\xc1")
         await self._send(port, b"KV\x09" + self._frame(900, FINE)[3:], self._frame(901, FINE, incarnation=5))
-        await self._send(port, self._frame(902, FINE)[:27] + b"\x81\xa2op\xa4dance", b"\0" * (9 << 20))
+        await self._send(port, self._frame(902, FINE)[:27] + b"\x81\xa2op\xa5dance", b"\0" * (9 << 20))
 
     def _identity(self) -> wire.Identity:
         config = self.stack.config

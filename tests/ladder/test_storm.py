@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvcore.l2 import envelope
 from kvcore.ladder.pressure import Press, climb_pressed, floors
 from kvcore.ladder.result import Floors
 from kvcore.ladder.stack import StackConfig
@@ -37,7 +38,10 @@ def impatient(config: StackConfig) -> StackConfig:
 
 
 class Restarts(Press):
-    """Every server dies before the hot pass, and in the middle of each pass for a moment or a while; its L2 stays."""
+    """Every server dies before the hot pass, and in the middle of each pass for a moment or a while; its L2 stays.
+
+    When it is back, the network is not: the first handshakes are lost.
+    """
 
     restarts = 0
 
@@ -46,14 +50,21 @@ class Restarts(Press):
             self.restart(index)
             self.restarts += 1
         for memory in self.stack.memories.values():
-            for key in list(memory.records)[::9]:
-                memory.records[key] = memory.records[key][:-1] if rung == "3" else b"?" + memory.records[key][1:]
+            for key in list(memory.records)[5::40] if rung in ("3b", "4") else ():
+                memory.records[key] = memory.records[key][:-1] if rung == "4" else b"?" + memory.records[key][1:]
 
     async def during(self, rung: str, engine: Engine) -> None:
         for index in range(len(self.stack.servers)):
             await asyncio.sleep(0.004)
             await self.outage(index, 0.012 if rung in ("2", "4") else 0)
             self.restarts += 1
+            for client in self.world.network.clients:
+                self.world.network.partition(client)
+            try:
+                await asyncio.sleep(0.006)
+            finally:
+                for client in self.world.network.clients:
+                    self.world.network.heal(client)
 
 
 @pytest.mark.parametrize("cell", ["full/r2/s2/async", "full+window+recurrent/r1/s1/sync"])
@@ -112,6 +123,12 @@ def test_a_rotten_disk_makes_hits_shorter_and_nothing_wrong() -> None:
     assert press.damaged > 20
     shares = [climbed.counts(rung).hit_share or 0 for rung in ("3b", "replay")]
     assert max(shares) < 1
+
+
+def test_a_store_that_trusts_its_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envelope, "check_record", lambda key, header, into, bytes_read: None)
+    climbed = climb_pressed("full+window/r1/s1/async", change=on_files, press=Rot(), demands=floors(REQUESTS))
+    assert any("[bytes]" in problem for problem in climbed.problems)
 
 
 class BadNetwork(Press):
