@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvcore.answers import Answer
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import Namespace
 from kvcore.placement import Placement
 from kvcore.service import protocol as wire
-from kvcore.service.client import Connection, identity_of
+from kvcore.service.client import Connection, SchedulerClient, StoreCell, WorkerClient, identity_of
 from kvcore.service.protocol import Error, ErrorCode, Header
 from kvcore.sim.loop import SimLoop
 from kvcore.sim.ports.clock import SimClock
@@ -119,3 +120,70 @@ async def loop_turns(loop: SimLoop) -> None:
     done = loop.create_future()
     loop.call_later_ns(1000, done.set_result, None)
     await done
+
+
+def test_a_session_that_had_ended_is_ended_again_where_a_restarted_server_begins_its_lookup() -> None:
+    """The END was answered by the old life, which had never seen the LOOKUP; the new life gets the LOOKUP."""
+
+    async def whole() -> None:
+        ends = Wire()
+        connection = Connection(ends, IDENTITY, SimClock(loop))
+        await greet(connection, ends, 1)
+        client = SchedulerClient([connection], Placement(), LAYOUT, SimClock(loop))
+        start = len(ends.sent)
+        client.start("s", 1, [b"h" * 32], prompt_tokens=8)
+        client.end("s")
+        ends.answer(start + 1, wire.Unknown(), 1)
+        assert connection.statistics().debts == 0
+        await restart_after(loop, connection, ends)
+        assert ends.names(start) == ["Lookup", "EndSession", "Ping", "Hello", "Lookup"]
+        ends.answer(start + 4, wire.Ack(), 2)
+        assert ends.names(start + 5) == ["EndSession"]
+        assert ends.sent[-1][1] == ends.sent[start + 1][1]
+        ends.answer(start + 5, wire.Done(), 2)
+        assert connection.statistics().debts == 0
+        connection.close()
+
+    with SimLoop(0) as loop:
+        loop.run_until_complete(whole())
+
+
+def test_a_store_that_was_given_up_is_given_up_again_where_a_restarted_server_begins_it() -> None:
+    async def whole() -> None:
+        ends = Wire()
+        connection = Connection(ends, IDENTITY, SimClock(loop))
+        await greet(connection, ends, 1)
+        client = WorkerClient([connection], Placement(), LAYOUT, 0, "w", lambda segment: Nowhere())
+        start = len(ends.sent)
+        store = loop.create_task(client.reserve_store("t", [StoreCell(0, b"h" * 32)]), name="store")
+        await loop_turns(loop)
+        client.abort_store("t")
+        ends.answer(start + 1, Error(ErrorCode.UNKNOWN_TAG, ""), 1)
+        assert connection.statistics().debts == 0
+        await restart_after(loop, connection, ends)
+        assert ends.names(start) == ["Store", "Abort", "Ping", "Hello", "Register", "Store"]
+        ends.answer(start + 5, wire.Reserved("", [Answer.RESERVED], [(0, 64, 1)]), 2)
+        assert await store == [None]
+        assert ends.names(start + 6) == ["Abort"]
+        ends.answer(start + 6, wire.Finished([Answer.ABORTED]), 2)
+        assert connection.statistics().debts == 0
+        connection.close()
+
+    with SimLoop(0) as loop:
+        loop.run_until_complete(whole())
+
+
+class Nowhere:
+    """A segment that no test here looks into."""
+
+    def view_range(self, offset: int, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+
+async def restart_after(loop: SimLoop, connection: Connection, ends: Wire) -> None:
+    """The next request finds the server in its second life, and the handshake is made."""
+    connection.request(wire.Ping("w"), lambda reply: None)
+    ends.answer(len(ends.sent) - 1, Error(ErrorCode.STALE_INCARNATION, ""), 2)
+    await loop_turns(loop)
+    ends.answer(len(ends.sent) - 1, wire.Welcome(wire.ServerLimits()), 2)
+    await loop_turns(loop)
