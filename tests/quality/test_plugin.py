@@ -126,7 +126,7 @@ def test_a_broken_connector_fails_with_a_line_that_reproduces_it(project: Path) 
 
 def test_under_xdist_the_table_has_every_climb() -> None:
     chosen = ("-k", f"{CELL} or full/r2/inproc/sync", "--ladder-rung", "0-1", "-n", "2")
-    result = run_pytest(ROOT, "tests/ladder", "-m", "ladder", *chosen)
+    result = run_pytest(ROOT, "tests/ladder/test_climb.py", "-m", "ladder", *chosen)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ladder: target sim, 2 configuration(s), seed 0" in result.stdout
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("1      no cache")]
@@ -136,7 +136,7 @@ def test_under_xdist_the_table_has_every_climb() -> None:
 def test_the_seed_reaches_the_climb_and_the_marker_selects_it(project: Path) -> None:
     traces = []
     for seed in ("5", "5", "6"):
-        result = run_pytest(ROOT, "tests/ladder", "-m", "ladder", "-k", CELL, "--ladder-rung", "0", "--sim-seed", seed)
+        result = run_pytest(ROOT, "tests/ladder/test_climb.py", "-m", "ladder", "-k", CELL, "--ladder-rung", "0", "--sim-seed", seed)
         assert "1 passed" in result.stdout
         assert f"seed {seed}" in result.stdout
         traces += [line for line in result.stdout.splitlines() if line.startswith("trace hash ")]
