@@ -136,7 +136,9 @@ def test_under_xdist_the_table_has_every_climb() -> None:
 def test_the_seed_reaches_the_climb_and_the_marker_selects_it(project: Path) -> None:
     traces = []
     for seed in ("5", "5", "6"):
-        result = run_pytest(ROOT, "tests/ladder/test_climb.py", "-m", "ladder", "-k", CELL, "--ladder-rung", "0", "--sim-seed", seed)
+        result = run_pytest(
+            ROOT, "tests/ladder/test_climb.py", "-m", "ladder", "-k", CELL, "--ladder-rung", "0", "--sim-seed", seed
+        )
         assert "1 passed" in result.stdout
         assert f"seed {seed}" in result.stdout
         traces += [line for line in result.stdout.splitlines() if line.startswith("trace hash ")]
