@@ -92,18 +92,21 @@ def test_leases_run_out_and_deadlines_answer_before_a_slow_store() -> None:
             l2=("file",),
             storage=StorageConfig(lease_ns=MS // 2, lookup_deadline_ns=6 * MS, store_deadline_ns=20 * MS),
             lookup=SchedulerConfig(lookup_timeout_ns=12 * MS, server_timeout_ns=8 * MS, linger_ns=40 * MS),
-            server=ServerConfig(session_idle_ns=30 * MS, store_lease_ns=2 * MS),
+            server=ServerConfig(session_idle_ns=30 * MS, store_lease_ns=30 * MS),
         )
 
     climbed = climb_pressed(
         "full+window/r2/s2/async",
         change=change,
-        demands=floors(REQUESTS, r3=LOADED, r4=PREEMPTED),
+        demands=floors(REQUESTS, r4=PREEMPTED),
         l2_latency_ns=(MS, 40 * MS),
-        page_ns=(20_000, 500_000),
+        page_ns=(20_000, 400_000),
+        load_page_ns=(20_000, 300_000),
     )
     assert climbed.problems == []
+    assert sum(rung.counts.loads_verified for rung in climbed.rungs) > 0
     assert climbed.total("l1", "expired_leases") > 0
+    assert climbed.total("l1", "expired_writes") > 0
     assert climbed.total("prefetch", "deadlines") > 0
 
 

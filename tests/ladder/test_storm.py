@@ -40,7 +40,7 @@ def impatient(config: StackConfig) -> StackConfig:
 class Restarts(Press):
     """Every server dies before the hot pass, and in the middle of each pass for a moment or a while; its L2 stays.
 
-    When it is back, the network is not: the first handshakes are lost.
+    When it is back, the network is not; nor is it there when the first pass begins, so handshakes are lost.
     """
 
     restarts = 0
@@ -54,17 +54,23 @@ class Restarts(Press):
                 memory.records[key] = memory.records[key][:-1] if rung == "4" else b"?" + memory.records[key][1:]
 
     async def during(self, rung: str, engine: Engine) -> None:
+        if rung == "2":
+            await self._blackout()
         for index in range(len(self.stack.servers)):
             await asyncio.sleep(0.004)
             await self.outage(index, 0.012 if rung in ("2", "4") else 0)
             self.restarts += 1
-            for client in self.world.network.clients:
-                self.world.network.partition(client)
-            try:
-                await asyncio.sleep(0.006)
-            finally:
-                for client in self.world.network.clients:
-                    self.world.network.heal(client)
+            await self._blackout()
+
+    async def _blackout(self) -> None:
+        network = self.world.network
+        for client in network.clients:
+            network.partition(client)
+        try:
+            await asyncio.sleep(0.006)
+        finally:
+            for client in network.clients:
+                network.heal(client)
 
 
 @pytest.mark.parametrize("cell", ["full/r2/s2/async", "full+window+recurrent/r1/s1/sync"])
