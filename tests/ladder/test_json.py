@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcore.cli import main
+from kvcore.connectors.scheduler import SchedulerConnector
 
 CELL = "full/r1/inproc/sync"
 RUNG_FIELDS = {
@@ -80,11 +81,17 @@ def test_rung_3_comes_with_the_rung_that_fills_the_cache(capsys: pytest.CaptureF
     assert status == 0
 
 
-def test_a_climb_that_proved_nothing_fails_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    status, data, _ = run(capsys, "--requests", "40", "--rungs", "0")
+def test_a_climb_that_proved_nothing_fails_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connector that never takes part changes no output, and that is no proof of anything."""
+    monkeypatch.setattr(SchedulerConnector, "matched_tokens", lambda *asked: (0, False))
+    status, data, _ = run(capsys, "--requests", "40", "--rungs", "0-3")
     assert status == 1
     assert data["verdict"] == "fail"
-    assert data["rungs"][0]["problems"] == ["requests is 40, at least 120 is needed to prove anything"]
+    assert [rung["verdict"] for rung in data["rungs"]] == ["pass", "pass", "fail"]
+    assert data["rungs"][-1]["mismatches"] == 0
+    assert any(problem.startswith("stores_verified is 0") for problem in data["rungs"][-1]["problems"])
 
 
 def test_the_reproducing_line_reproduces(capsys: pytest.CaptureFixture[str]) -> None:
