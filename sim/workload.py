@@ -166,13 +166,13 @@ def generate_trace(seed: int, n: int = 240, families: int = 40) -> list[TraceRow
     next_id = 1
     history: list[list[int]] = []
     for _ in range(families):
-        first = list(range(next_id, next_id + draws.between(1, 6)))
+        first = list(range(next_id, next_id + draws.between(1, 5)))
         next_id += len(first)
         history.append([0, *first])
     rows: list[TraceRow] = []
     for index in range(n):
         family = history[index % families if index < 2 * families else draws.below(families)]
-        added = draws.between(1, 5)
+        added = draws.between(1, 4)
         keep = draws.between(2, len(family)) if draws.below(3) == 0 else len(family)
         hash_ids = [*family[:keep], *range(next_id, next_id + added)]
         next_id += added
