@@ -63,7 +63,8 @@ def test_a_broken_connector_fails_and_the_finding_says_what_was_wrong(broken: st
     result = climb(f"dict_connector:{broken}", PLAIN)
     found = failures(result.cells)
     assert result.verdict == "fail"
-    assert result.cells[0].rungs[-1].rung == "3", "storing changes nothing, loading does"
+    # What is stored wrongly shows when it is loaded: on rung 2 already where prompts of the cold pass share chunks.
+    assert result.cells[0].rungs[-1].rung in ("2", "3")
     assert result.cells[0].rungs[-1].counts.mismatches > 0
     assert any("[bytes]" in line and "wrong KV" in line for line in found)
     assert f"--connector dict_connector:{broken}" in result.cells[0].reproduce
