@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points, version
 from typing import NoReturn
 
-from kvcore.errors import CallerError, KvcoreError
+from kvcore.config.values import parse_size
+from kvcore.errors import CallerError, ConfigError, KvcoreError
 
 USAGE_ERROR = 2
 
@@ -27,13 +28,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse_bytes(text: str) -> int:
-    """`512`, `64KiB`, `8GiB` as bytes. Raises `argparse.ArgumentTypeError` for anything else."""
-    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-    number = text.rstrip("BKMGTibkmgt")
-    unit = text[len(number) :].lower()
-    if not number.isdigit() or unit not in units:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 1048576, 64KiB, 512MiB or 8GiB")
-    return int(number) * units[unit]
+    """`512`, `64KiB`, `8GiB` as bytes, for `type=`. Raises `argparse.ArgumentTypeError` for anything else."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,10 +15,10 @@ The adapter belongs to the caller, who closes it before the executor.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from kvcore.config.values import parse_size
 from kvcore.errors import ConfigError
 from kvcore.l2.file import file_adapter
 from kvcore.l2.indexed import IndexedAdapter
@@ -28,11 +28,6 @@ from kvcore.quota import Quota
 from kvcore.runtime.files import OsFiles
 
 _OPTIONS = {"memory": ("capacity", "name"), "file": ("capacity", "fsync", "name")}
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"(\d+)\s*([a-zA-Z]*)", re.ASCII)
 _YES_NO = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 
 
@@ -45,11 +40,7 @@ def open_adapter(
     quota: Quota | None = None,
 ) -> IndexedAdapter:
     """The adapter that `url` names, opened. ConfigError: one line that says what is wrong with it. Blocking."""
-    parts = urlsplit(url)
-    if not parts.scheme:
-        raise ConfigError("an L2 store is named by a URL with a scheme: file:///var/cache/kv for a directory, memory:")
-    _check_known("L2 scheme", parts.scheme, _OPTIONS)
-    options = _options(parts)
+    parts, options = _understood(url)
     name = options.get("name", parts.scheme)
     capacity = parse_size(options["capacity"]) if "capacity" in options else None
     if parts.scheme == "memory":
@@ -69,13 +60,24 @@ def open_adapter(
     )
 
 
-def parse_size(text: str) -> int:
-    """Bytes: "4096", "10GiB", "1.5" is refused (sizes are exact)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write a whole number and a unit, such as 10GiB")
-    _check_known("unit of size", match[2].lower(), _UNITS)
-    return int(match[1]) * _UNITS[match[2].lower()]
+def check_url(url: str) -> None:
+    """Raise `ConfigError` for a URL that can never work. Opens nothing."""
+    parts, options = _understood(url)
+    if "capacity" in options:
+        parse_size(options["capacity"])
+    if parts.scheme == "memory":
+        _check_memory(parts)
+    else:
+        _path(parts)
+        _parse_flag("fsync", options.get("fsync", "false"))
+
+
+def _understood(url: str) -> tuple[SplitResult, dict[str, str]]:
+    parts = urlsplit(url)
+    if not parts.scheme:
+        raise ConfigError("an L2 store is named by a URL with a scheme: file:///var/cache/kv for a directory, memory:")
+    _check_known("L2 scheme", parts.scheme, _OPTIONS)
+    return parts, _options(parts)
 
 
 def _options(parts: SplitResult) -> dict[str, str]:

@@ -13,16 +13,23 @@ is no regular file or has another size: a stale or foreign name must not become 
 
 On Linux a segment is a file in /dev/shm, and its pages are reserved at creation; without that, a full /dev/shm would
 kill the process (SIGBUS) in the middle of a copy. On macOS `_posixshmem` opens it, and memory is reserved lazily.
+
+A creator that is killed leaves its segment behind. While it lives it holds an exclusive `flock` on it, which the kernel
+ends with the process, so `remove_stale` can tell: what is ours by name, owner and mode and is locked by nobody has no
+creator any more. A segment is locked before it has a size; one without a size is left alone while it is young.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import secrets
 import stat
 import sys
+import time
+from contextlib import suppress
 
 from kvcore.errors import CallerError, ConfigError, PeerError
 from kvcore.memory import ALIGNMENT_BYTES, BufferArena, Slot
@@ -31,15 +38,15 @@ _PREFIX = "kvcore-"
 _NAME_CHARS_MAX = 30  # what macOS allows, less the leading slash
 _DIRECTORY = "/dev/shm"
 _MODE = 0o600
+_UNSIZED_SECONDS_MAX = 60  # a creator locks its segment within microseconds of making it
 
 
 class SharedSegment:
-    """Somebody else's segment, mapped here. Never removes the name."""
+    """Somebody else's segment, mapped here. Never removes the name. `capacity_bytes` None: whatever size it has."""
 
-    def __init__(self, segment: str, capacity_bytes: int) -> None:
+    def __init__(self, segment: str, capacity_bytes: int | None = None) -> None:
         _check_name(segment)
         self.segment = segment
-        self.capacity_bytes = capacity_bytes
         try:
             fd = _open(segment, os.O_RDWR)
         except OSError as error:
@@ -47,8 +54,9 @@ class SharedSegment:
                 f"cannot attach shared memory {segment}: {error.strerror}; has the cache server that created it gone?"
             ) from error
         try:
-            _check_ours(fd, segment, capacity_bytes)
-            self._map = mmap.mmap(fd, capacity_bytes)
+            self.capacity_bytes = os.fstat(fd).st_size if capacity_bytes is None else capacity_bytes
+            _check_ours(fd, segment, self.capacity_bytes)
+            self._map = mmap.mmap(fd, self.capacity_bytes)
         finally:
             os.close(fd)
         self._buffer = memoryview(self._map)
@@ -57,14 +65,14 @@ class SharedSegment:
     def buffer(self) -> memoryview:
         return self._buffer
 
-    def span(self, offset: int, size: int) -> memoryview:
+    def view_range(self, offset: int, size: int) -> memoryview:
         """The bytes [offset, offset + size), writable."""
         if offset < 0 or size < 0 or offset + size > self.capacity_bytes:
             raise PeerError(f"bytes {offset}+{size} lie outside shared memory {self.segment} ({self.capacity_bytes})")
         return self._buffer[offset : offset + size]
 
     def view(self, slot: Slot) -> memoryview:
-        return self.span(slot.offset, slot.size)
+        return self.view_range(slot.offset, slot.size)
 
     def close(self) -> None:
         self._buffer = memoryview(b"")
@@ -85,7 +93,7 @@ class SharedArena(BufferArena):
         capacity_bytes = -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._segment = segment
         self._creator_pid = os.getpid()
-        self._map = _create(segment, capacity_bytes)
+        self._map, self._lock_fd = _create(segment, capacity_bytes)
         super().__init__(capacity_bytes, memoryview(self._map), alignment)
 
     @property
@@ -104,12 +112,47 @@ class SharedArena(BufferArena):
                 _unlink(self._segment)
             except FileNotFoundError:
                 pass  # somebody cleaned /dev/shm; the memory itself is still ours
+        if self._segment:
+            os.close(self._lock_fd)
         self._segment = ""
         super().close()
         _unmap(self._map)
 
 
-def _create(segment: str, capacity_bytes: int) -> mmap.mmap:
+def remove_stale() -> list[str]:
+    """Remove the segments whose creators have died; their names. Never one that is not ours or that somebody holds."""
+    if sys.platform != "linux":
+        return []  # segments have no directory there
+    removed = []
+    for name in sorted(os.listdir(_DIRECTORY)):
+        if name.startswith(_PREFIX) and _is_stale(name):
+            with suppress(FileNotFoundError):
+                _unlink(name)
+                removed.append(name)
+    return removed
+
+
+def _is_stale(segment: str) -> bool:
+    try:
+        fd = _open(segment, os.O_RDWR)
+    except OSError:
+        return False  # gone, a link, or not ours to open
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != _MODE:
+            return False
+        if status.st_size == 0 and time.time() - status.st_mtime < _UNSIZED_SECONDS_MAX:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _create(segment: str, capacity_bytes: int) -> tuple[mmap.mmap, int]:
+    """The mapping, and the descriptor that holds the lock."""
     try:
         fd = _open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except FileExistsError as error:
@@ -120,17 +163,17 @@ def _create(segment: str, capacity_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise ConfigError(f"cannot create shared memory {segment}: {error.strerror}") from error
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, capacity_bytes)
         if sys.platform == "linux":
             os.posix_fallocate(fd, 0, capacity_bytes)
-        return mmap.mmap(fd, capacity_bytes)
+        return mmap.mmap(fd, capacity_bytes), fd
     except (OSError, ValueError, OverflowError) as error:
         _unlink(segment)
+        os.close(fd)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         hint = "; enlarge /dev/shm or configure a smaller cache" if _is_full(error) else ""
         raise ConfigError(f"cannot reserve {capacity_bytes} bytes of shared memory: {reason}{hint}") from error
-    finally:
-        os.close(fd)
 
 
 def _is_full(error: Exception) -> bool:

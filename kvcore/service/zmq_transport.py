@@ -22,9 +22,9 @@ a broken connection is lost. The server sets `ZMQ_ROUTER_MANDATORY`: `send` to a
 Hostile peers. A message over the limit disconnects its sender (`ZMQ_MAXMSGSIZE`, before memory is taken for it). A
 message of several frames is not ours: the server gets it as an empty payload, which it answers as malformed.
 
-Addresses: `ipc://` (socket 0600; its directory is the caller's to keep private) and `tcp://` on loopback. Anything else
-is refused: without CURVE keys everybody on the network could read and write the cache. A path on which another server
-answers is refused as well, because ZeroMQ would silently take it over.
+Addresses: `ipc://` (socket 0600; its directory is the caller's to keep private) and `tcp://` on loopback. Other tcp
+addresses need CURVE keys (`curve.py`): without them everybody on the network could read and write the cache. A path on
+which another server answers is refused as well, because ZeroMQ would silently take it over.
 
 Rejected: `zmq.asyncio` (a future and a task step per message; its ordering relies on that of tasks); a thread per
 socket (the server is synchronous and must stay on the loop).
@@ -49,6 +49,7 @@ import zmq
 
 from kvcore.errors import CallerError, ConfigError
 from kvcore.runtime.confined import LoopConfined
+from kvcore.service.curve import CurveClient, CurveServer, Gatekeeper
 from kvcore.service.limits import MESSAGE_BYTES_MAX, QUEUE_MESSAGES_MAX, check_message
 
 _BURST_MESSAGES = 256
@@ -76,12 +77,25 @@ class _Socket:
         self._deliver: Callable[[Frames], None] | None = None
         self._writable: Callable[[], None] | None = None
         self._context: contextvars.Context | None = None
+        self._gatekeeper: Gatekeeper | None = None
         self._turn_pending = False
         self._watching = False
         self._closed = False
 
-    def set(self, option: int, value: int) -> None:
+    def set(self, option: int, value: int | bytes) -> None:
         self._zmq.setsockopt(option, value)
+
+    def serve_curve(self, keys: CurveServer) -> None:
+        """Only clients with a known key get through; before `bind`."""
+        self._gatekeeper = Gatekeeper(self._zmq_context, keys.clients)
+        self.set(zmq.CURVE_SERVER, 1)
+        self.set(zmq.CURVE_SECRETKEY, keys.secret)
+
+    def use_curve(self, keys: CurveClient) -> None:
+        """Prove who we are, to that one server; before `connect`."""
+        self.set(zmq.CURVE_SERVERKEY, keys.server)
+        self.set(zmq.CURVE_PUBLICKEY, keys.public)
+        self.set(zmq.CURVE_SECRETKEY, keys.secret)
 
     def bind(self, address: str) -> str:
         """The address as bound (with the port that was chosen)."""
@@ -126,6 +140,8 @@ class _Socket:
         if self._watching and not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
         self._zmq.close(0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._zmq_context.term()
 
     def _watch(self) -> None:
@@ -207,13 +223,16 @@ class ZmqServerTransport:
         *,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         queue_messages_max: int = QUEUE_MESSAGES_MAX,
+        curve: CurveServer | None = None,
     ) -> None:
-        _check_address(address)
+        check_address(address, with_keys=curve is not None)
         _check_unused(address)
         self._socket = _Socket(loop, zmq.ROUTER, message_bytes_max, queue_messages_max)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket_file: _SocketFile | None = None
         try:
+            if curve is not None:
+                self._socket.serve_curve(curve)
             self.address = self._socket.bind(address)
             if address.startswith(_IPC):
                 self._socket_file = _SocketFile(address.removeprefix(_IPC))
@@ -247,8 +266,9 @@ class ZmqClientTransport:
         *,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         queue_messages_max: int = QUEUE_MESSAGES_MAX,
+        curve: CurveClient | None = None,
     ) -> None:
-        _check_address(address)
+        check_address(address, with_keys=curve is not None)
         self._queue_messages_max = queue_messages_max
         self._backlog: deque[bytes] = deque()
         self._was_connected = False
@@ -256,6 +276,8 @@ class ZmqClientTransport:
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+        if curve is not None:
+            self._socket.use_curve(curve)
         self._socket.connect(address, self._send_backlog)
 
     def send(self, payload: bytes) -> bool:
@@ -298,12 +320,20 @@ class _SocketFile:
                 os.unlink(self._path)
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str, *, with_keys: bool) -> None:
+    """Raise `ConfigError` for an address that a transport must not use, with or without CURVE keys."""
     if address.startswith(_IPC + "/"):
+        if with_keys:
+            raise ConfigError(f"{address}: CURVE keys are for tcp; an ipc socket is protected by its file mode")
         return
     parts = urlsplit(address)
-    if parts.scheme != "tcp" or not _is_loopback(parts.hostname or ""):
-        raise ConfigError(f"{address}: use ipc:///absolute/path or tcp://127.0.0.1:PORT (there are no CURVE keys)")
+    if parts.scheme != "tcp" or not parts.hostname:
+        raise ConfigError(f"{address}: use ipc:///absolute/path or tcp://HOST:PORT")
+    if not with_keys and not _is_loopback(parts.hostname):
+        raise ConfigError(
+            f"{address} is reachable from other machines: that needs CURVE keys (`kvcore keys`); without them use "
+            "ipc:///absolute/path or tcp://127.0.0.1:PORT"
+        )
 
 
 def _is_loopback(host: str) -> bool:

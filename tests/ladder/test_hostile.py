@@ -12,6 +12,7 @@ from kvcore.ladder.pressure import Press, climb_pressed, floors
 from kvcore.ladder.result import Floors
 from kvcore.ports import ClientTransport
 from kvcore.service import protocol as wire
+from kvcore.service.identity import identity_of
 from kvcore.service.protocol import Error, Header
 from kvcore.sim.engine.engine import Engine
 from kvcore.sim.workload import Draws
@@ -100,10 +101,7 @@ class Hostile(Press):
 
     def _identity(self) -> wire.Identity:
         config = self.stack.config
-        return wire.Identity(
-            "tokens", 1, config.namespace.digest, config.layout.fingerprint, config.layout.chunk_tokens,
-            config.placement.mode, config.placement.servers,
-        )  # fmt: skip
+        return identity_of(config.namespace, config.layout, config.placement)
 
     def _frame(self, number: int, message: wire.Request, incarnation: int = 0) -> bytes:
         header = Header(wire.PROTOCOL_VERSION, number, NUMBER, incarnation or self._incarnation)

@@ -111,7 +111,7 @@ def test_another_process_reads_what_was_written_into_shared_memory(shared: Share
     code = (
         "import sys; from kvcore.runtime.shared_memory import SharedArena\n"
         "segment = SharedArena.attach(sys.argv[1], int(sys.argv[2]))\n"
-        "span = segment.span(int(sys.argv[3]), 5); assert bytes(span) == b'hello'; span[:] = b'world'\n"
+        "span = segment.view_range(int(sys.argv[3]), 5); assert bytes(span) == b'hello'; span[:] = b'world'\n"
         "span.release(); segment.close()\n"
     )
     subprocess.run(
@@ -155,7 +155,7 @@ def test_bytes_outside_the_segment_are_refused(shared: SharedArena) -> None:
     segment = SharedArena.attach(shared.segment, shared.capacity_bytes)
     for offset, size in ((-1, 1), (0, -1), (shared.capacity_bytes, 1)):
         with pytest.raises(PeerError, match="outside"):
-            segment.span(offset, size)
+            segment.view_range(offset, size)
     segment.close()
 
 

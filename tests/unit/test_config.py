@@ -1,0 +1,172 @@
+"""Configuration: which source wins, how values are written, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.config import sources, values
+from kvcore.config.sources import Field, fields_of
+from kvcore.errors import ConfigError
+from kvcore.service.serve_config import ServeConfig, load_serve_config
+
+TOML = """
+chunk_tokens = 32
+l2 = ["file:///var/cache/kv"]
+
+[l1]
+capacity_bytes = "2GiB"
+
+[storage]
+lease_ns = "5s"
+retain = true
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvcore.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(file: Path) -> None:
+    environ = {"KVCORE_CHUNK_TOKENS": "64", "KVCORE_STORAGE_LEASE_NS": "6s", "HOME": "/root"}
+    loaded = load_serve_config({"chunk_tokens": 128}, environ, file)
+    assert loaded.value.chunk_tokens == 128
+    assert loaded.value.storage.lease_ns == 6_000_000_000
+    assert loaded.value.l1.capacity_bytes == 2 << 30
+    assert loaded.value.storage.retain is True
+    assert loaded.value.shutdown_ns == ServeConfig().shutdown_ns
+    assert loaded.origins == {
+        "chunk_tokens": "flag",
+        "storage.lease_ns": "KVCORE_STORAGE_LEASE_NS",
+        "l2": str(file),
+        "l1.capacity_bytes": str(file),
+        "storage.retain": str(file),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("chunk_token = 3", "unknown setting chunk_token; the nearest one is chunk_tokens"),
+        ("[l1]\ncapacity = 3", "unknown setting l1.capacity; the nearest one is l1.capacity_bytes"),
+        ("[l3]\npolicy = 'lru'", "the nearest one is l1.policy"),
+        ("chunk_tokens = 'many'", "chunk_tokens: 'many' is not a whole number"),
+        ("chunk_tokens = true", "chunk_tokens: True is no int"),
+        ("l2 = 'file:///x'", "l2: 'file:///x' is no list of texts"),
+        ("[l1]\ncapacity_bytes = '1.5GiB'", "l1.capacity_bytes: '1.5GiB' is not a size"),
+        ("[storage]\nlease_ns = '30'", "storage.lease_ns: '30' has no known unit of duration"),
+        ("[server]\nsegment = 'x'", "unknown setting server.segment"),
+        ("chunk_tokens", "is not TOML"),
+        ("chunk_tokens = 0", "chunk_tokens = 0 must be at least 1"),
+        ("[l1]\npolicy = 'fifo'", "known are lru, s3fifo"),
+        ("[curve]\nsecret_file = '/x'", "needed together"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_serve_config({}, {}, path)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("KVCORE_CHUNK_TOKEN", "3", "the nearest one is KVCORE_CHUNK_TOKENS"),
+        ("KVCORE_STORAGE_RETAIN", "perhaps", "KVCORE_STORAGE_RETAIN: 'perhaps' is neither yes nor no"),
+        ("KVCORE_CHUNK_TOKENS", "3.5", "'3.5' is not a whole number"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named(variable: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_serve_config({}, {variable: text})
+    assert said in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_serve_config({}, {}, tmp_path / "none.toml")
+
+
+def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path, file: Path) -> None:
+    loaded = load_serve_config({"l1.tenant_bytes": 7}, {"KVCORE_LOG_FORMAT": "json"}, file)
+    printed = tmp_path / "printed.toml"
+    printed.write_text(loaded.render())
+    assert load_serve_config({}, {}, printed).value == loaded.value
+
+
+def test_what_is_printed_shows_no_secret() -> None:
+    urls = ("redis://user:hunter2@host/0", "s3://bucket/p?secret_access_key=hunter2&region=eu")
+    printed = load_serve_config({"l2": urls}, {}).render()
+    assert "hunter2" not in printed
+    assert "user:***@host" in printed
+    assert "region=eu" in printed
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:pw@h:1/2", "redis://:***@h:1/2"),
+        ("redis://user@h", "redis://user@h"),
+        ("file:///var/kv?capacity=1GiB", "file:///var/kv?capacity=1GiB"),
+        ("plain text", "plain text"),
+        ("http://[broken", "***"),
+        ("s3://b?TOKEN=a&x=1", "s3://b?TOKEN=***&x=1"),
+    ],
+)
+def test_secrets_of_urls_are_hidden_and_the_rest_is_kept(url: str, shown: str) -> None:
+    assert values.redact_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("512", 512), ("64KiB", 65536), ("1 GB", 10**9), ("8gib", 8 << 30)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert values.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"), [("250ms", 250 * 10**6), ("30s", 30 * 10**9), ("5 min", 300 * 10**9), ("7ns", 7), ("2us", 2000)]
+)
+def test_durations(text: str, ns: int) -> None:
+    assert values.parse_duration_ns(text) == ns
+
+
+def test_an_optional_value_can_be_none() -> None:
+    field = next(item for item in fields_of(ServeConfig) if item.path == "l1.tenant_bytes")
+    assert field.parse("none") is None
+    assert field.parse("1KiB") == 1024
+    assert load_serve_config({}, {"KVCORE_L1_TENANT_BYTES": "none"}).value.l1.tenant_bytes is None
+
+
+def test_every_field_has_a_variable_of_its_own() -> None:
+    fields: list[Field] = list(fields_of(ServeConfig))
+    variables = [field.variable for field in fields]
+    assert len(set(variables)) == len(variables) > 30
+    assert not any(path.endswith("segment") for path in (field.path for field in fields))
+
+
+def test_two_equal_stores_are_refused_without_showing_the_password() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_serve_config({"l2": ("redis://:pw@h", "redis://:pw@h")}, {})
+    assert "pw" not in str(raised.value)
+
+
+def test_the_default_socket_lies_in_a_directory_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert ServeConfig().address == "ipc:///run/user/7/kvcore/server.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(os.getuid()) in ServeConfig().address
+
+
+def test_a_struct_given_by_code_is_checked_too() -> None:
+    wrong: dict[str, Any] = {"chunk_tokens": "x"}
+    with pytest.raises(ConfigError, match="the command line: chunk_tokens"):
+        sources.load(ServeConfig, flags=wrong)
