@@ -21,14 +21,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvcore.errors import KvcoreError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Adapter, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.statistics import L2Statistics
 from kvcore.ports import Notice
 
 _NS_PER_S = 1_000_000_000
 _log = logging.getLogger("kvcore.l2")
+
+
+class CountingAdapter(L2Adapter, Protocol):
+    """An adapter that tells what it has counted."""
+
+    def statistics(self) -> L2Statistics: ...
 
 
 class LateAdapter:
@@ -38,7 +46,7 @@ class LateAdapter:
         self,
         name: str,
         shown: str,
-        open: Callable[[], L2Adapter],
+        open: Callable[[], CountingAdapter],
         notice_factory: Callable[[], Notice],
         *,
         retry_ns: int = 2 * _NS_PER_S,
@@ -52,7 +60,7 @@ class LateAdapter:
         self._shown = shown
         self._open = open
         self._retry_s = retry_ns / _NS_PER_S
-        self._inner: L2Adapter | None = None
+        self._inner: CountingAdapter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._try()
@@ -91,6 +99,10 @@ class LateAdapter:
 
     def keys(self) -> list[ObjectKey]:
         return self._inner.keys() if self._inner is not None else []
+
+    def statistics(self) -> L2Statistics | None:
+        """The store's own; None while it is away."""
+        return self._inner.statistics() if self._inner is not None else None
 
     def close(self) -> None:
         self._closed = True

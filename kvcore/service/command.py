@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -19,6 +18,8 @@ from typing import Any, TypeVar
 
 from kvcore.cli import parse_bytes
 from kvcore.errors import ConfigError
+from kvcore.operations import logs
+from kvcore.operations.http import HttpServer
 from kvcore.runtime.clock import SystemClock
 from kvcore.service import protocol as wire
 from kvcore.service.curve import CurveClient, make_keys
@@ -98,7 +99,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(loaded.render(), end="")
         return 0
-    logging.basicConfig(level=loaded.value.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(loaded.value.log)
     return _run(_serve_until_told(loaded.value))
 
 
@@ -109,10 +110,16 @@ async def _serve_until_told(config: ServeConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     host = ServerHost(config)
     await host.start()
+    http = None
     try:
+        if config.http.listen:
+            http = HttpServer(loop, config.http.listen, host.statistics)
+            print(f"kvcore serve: health and metrics on {http.address}", flush=True)
         print(f"kvcore serve: listening on {host.address}", flush=True)
         await stop.wait()
     finally:
+        if http is not None:
+            http.close()
         await host.close()
     return 0
 

@@ -31,9 +31,10 @@ from kvcore.config.values import redact_url
 from kvcore.errors import CallerError, ConfigError
 from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.l1 import L1Cache
-from kvcore.l2.adapter import L2Adapter
+from kvcore.l2.indexed import IndexedAdapter
 from kvcore.l2.late import LateAdapter
 from kvcore.l2.open import check_url, open_adapter
+from kvcore.l2.statistics import L2Statistics
 from kvcore.ports import Notice
 from kvcore.quota import Quota
 from kvcore.runtime.clock import SystemClock
@@ -56,12 +57,16 @@ _log = logging.getLogger("kvcore.server")
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """`storage` and `server` are None until an engine has come. `stores_away`: configured, and never there yet."""
+    """`storage` and `server` are None until an engine has come. `stores_away`: configured, and never there yet.
+
+    `adapters`: what each store that is there has counted.
+    """
 
     address: str
     l1_bytes: int
     stores: tuple[str, ...]
     stores_away: tuple[str, ...]
+    adapters: dict[str, L2Statistics]
     waiting: dict[str, int]
     server: ServerStatistics | None
     storage: StorageStatistics | None
@@ -75,7 +80,7 @@ class ServerHost:
         self.address = ""
         self._exit = AsyncExitStack()
         self._clock = SystemClock()
-        self._adapters: list[L2Adapter] = []
+        self._adapters: list[LateAdapter] = []
         self._front: ServerFront | None = None
         self._storage: Storage | None = None
         self._closed = False
@@ -121,14 +126,14 @@ class ServerHost:
         self.address = transport.address
         return transport
 
-    def _open(self, loop: asyncio.AbstractEventLoop, position: int, url: str) -> L2Adapter:
+    def _open(self, loop: asyncio.AbstractEventLoop, position: int, url: str) -> LateAdapter:
         executor = ThreadExecutor(loop, _IO_THREADS_PER_STORE, f"kvcore-l2-{position}")
         self._exit.callback(executor.close)
 
         def notice() -> Notice:
             return EventfdNotice(loop)
 
-        def open_it() -> L2Adapter:
+        def open_it() -> IndexedAdapter:
             return open_adapter(url, executor=executor, notice_factory=notice, clock=self._clock)
 
         return LateAdapter(f"{position}.{url.partition(':')[0]}", redact_url(url), open_it, notice)
@@ -198,12 +203,13 @@ class ServerHost:
         return self._front.server if self._front is not None else None
 
     def statistics(self) -> HostStatistics:
-        away = tuple(each.name for each in self._adapters if isinstance(each, LateAdapter) and not each.there)
+        known = {adapter.name: adapter.statistics() for adapter in self._adapters}
         return HostStatistics(
             address=self.address,
             l1_bytes=self.config.l1.capacity_bytes,
             stores=tuple(adapter.name for adapter in self._adapters),
-            stores_away=away,
+            stores_away=tuple(name for name, found in known.items() if found is None),
+            adapters={name: found for name, found in known.items() if found is not None},
             waiting=self._front.counters() if self._front is not None else {},
             server=self.server.statistics() if self.server is not None else None,
             storage=self._storage.statistics() if self._storage is not None else None,

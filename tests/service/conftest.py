@@ -33,12 +33,16 @@ class ServerProcess:
                 env={**clean, **(environ or {})},
             )
         self.address = ""
+        self.http = ""
 
     def start(self) -> ServerProcess:
         """Wait until it listens."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], STARTS_IN_S)
         line = self.process.stdout.readline().decode() if ready else ""
+        if "health and metrics on " in line:
+            self.http = line.split("metrics on ")[1].split()[0]
+            line = self.process.stdout.readline().decode()
         assert "listening on " in line, f"no server: {line!r} {self.text()}"
         self.address = line.split("listening on ")[1].split()[0]
         return self

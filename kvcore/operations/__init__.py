@@ -1,0 +1,1 @@
+"""What an operator sees of a server: metrics, health, status, logs, spans."""
