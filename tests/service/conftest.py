@@ -83,9 +83,11 @@ def serve(directory: Path) -> Iterator[Serve]:
     """Start a server on `directory`/NAME.sock with more arguments; stopped at the end of the test."""
     started: list[ServerProcess] = []
 
-    def start(*arguments: str, name: str = "s", l1: str = "16MiB") -> ServerProcess:
+    def start(
+        *arguments: str, name: str = "s", l1: str = "16MiB", environ: dict[str, str] | None = None
+    ) -> ServerProcess:
         listen = () if "--listen" in arguments else ("--listen", f"ipc://{directory}/{name}.sock")
-        server = ServerProcess(directory, *listen, "--l1", l1, *arguments)
+        server = ServerProcess(directory, *listen, "--l1", l1, *arguments, environ=environ)
         started.append(server)
         return server.start()
 

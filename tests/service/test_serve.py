@@ -8,6 +8,9 @@ import os
 import signal
 import stat
 import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +210,45 @@ def test_a_store_that_does_not_answer_is_used_when_it_comes(serve: Serve, direct
     wait_for(lambda: len(list((blocker / "kv").rglob("*.kv"))) >= 2)
 
 
+def test_a_worker_that_is_killed_while_it_copies_is_proven_dead_and_its_memory_comes_back(
+    serve: Serve, directory: Path
+) -> None:
+    server = serve("--chunk-tokens", str(CHUNK))
+    code = f"""
+import asyncio
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
+from kvcore.keys import Namespace
+from kvcore.service.client import StoreCell
+from kvcore.service.remote import RemoteConfig, ServerLink
+
+async def main():
+    layout = CacheLayout((ObjectGroup(GroupKind.FULL, {CHUNK}, 4096),), ranks=1, chunk_tokens={CHUNK})
+    namespace = Namespace("tiny", layout=layout.fingerprint, chunk_tokens={CHUNK})
+    link = ServerLink(asyncio.get_running_loop(), RemoteConfig(({server.address!r},)), namespace, layout)
+    worker = link.worker(0)
+    await worker.reserve_store(worker.tag(1), [StoreCell(0, bytes([n]) * 32) for n in range(4)])
+    print("copying", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "copying\n"
+        l1 = status_of(server)["storage"]["l1"]
+        assert (l1["objects_staging"], l1["holds"]) == (4, 4)
+        child.kill()
+    wait_for(lambda: status_of(server)["server"]["workers"] == 0)
+    l1 = status_of(server)["storage"]["l1"]
+    assert (l1["bytes_used"], l1["holds"], l1["quarantined_bytes"]) == (0, 0, 0)
+
+
+def status_of(server: Any) -> dict[str, Any]:
+    with urllib.request.urlopen(server.http + "/status", timeout=PATIENCE_S) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+    return found
+
+
 def test_the_operator_asks_and_clears(serve: Serve, command: Command) -> None:
     server = serve("--chunk-tokens", str(CHUNK))
     assert json.loads(command("status", server.address).stdout)["waiting_for_engine"] == 1
@@ -282,8 +324,6 @@ def test_a_segment_that_somebody_else_made_is_not_removed_at_start(serve: Serve)
 
 def wait_for(happened: Callable[[], bool]) -> None:
     """Until another process has done something; there is nothing to wait on but what it leaves behind."""
-    import time
-
     end = time.monotonic() + PATIENCE_S
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"

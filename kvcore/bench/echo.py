@@ -1,0 +1,37 @@
+"""The yardstick for a server's round trips: a `zmq.asyncio` ROUTER that sends every message back, in its own process.
+
+    python -m kvcore.bench.echo ADDRESS
+
+The same loop class as `kvcore serve`, no work at all: what a service in this language on this socket costs at least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+
+
+async def _echo(address: str) -> None:
+    socket = zmq.asyncio.Context().socket(zmq.ROUTER)
+    socket.bind(address)
+    print("ready", flush=True)
+    while True:
+        await socket.send_multipart(await socket.recv_multipart())
+
+
+def main() -> None:
+    factory = None
+    with suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_echo(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

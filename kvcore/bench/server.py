@@ -1,0 +1,352 @@
+"""`kvcore bench server`: what a cache server costs, beside yardsticks of the same run.
+
+Theory of operation
+-------------------
+Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py`) and this one, which plays the engine.
+
+    round trips    LOOKUP -> ACK against an echo of the same bytes, the same number in flight, in turns
+    big lookup     128K tokens (512 chunks x 4 rows), all in L1: processor time of the server for LOOKUP, QUERY, END
+    throughput     lookups per second, answered READY, with many sessions in flight
+    copies         store (reserve, copy, commit) and retrieve (open, copy, close) through shared memory against one
+                   copy of the same bytes between two private buffers, everything touched before
+
+Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of the server is read
+from the kernel's clock of that process, so that what runs beside it does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvcore.bench.figures import Latencies, median
+from kvcore.errors import ConfigError
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
+from kvcore.keys import Namespace
+from kvcore.placement import Placement
+from kvcore.service import protocol as wire
+from kvcore.service.client import LoadCell, StoreCell, identity_of
+from kvcore.service.protocol import PROTOCOL_VERSION, Header
+from kvcore.service.remote import RemoteConfig, ServerLink
+
+CHUNK_TOKENS = 256
+IN_FLIGHT = 64
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured. The defaults are the ones that figures are quoted with."""
+
+    rounds: int = 5
+    round_trips: int = 4000
+    lookup_chunks: int = 16
+    big_lookups: int = 40
+    throughput_lookups: int = 2000
+    copy_bytes: int = 2 << 20
+    copy_batch: int = 64
+
+
+def bench_server(sizes: Sizes) -> dict[str, Any]:
+    """All measurements; a JSON-able dict."""
+    with tempfile.TemporaryDirectory(prefix="kvb-") as name:
+        directory = Path(name)
+        return {
+            "schema": 1,
+            "python": sys.version.split()[0],
+            "sizes": asdict(sizes),
+            "round_trip": _round_trips(directory, sizes),
+            "big_lookup": _big_lookup(directory, sizes),
+            "throughput": _throughput(directory, sizes),
+            "copies": _copies(directory, sizes),
+        }
+
+
+# -- processes
+
+
+@contextmanager
+def server(directory: Path, l1_bytes: int) -> Iterator[tuple[str, int]]:
+    """A cache server; its address and process id."""
+    address = f"ipc://{directory}/kv.sock"
+    command = [sys.executable, "-m", "kvcore.cli", "serve", "--listen", address, "--l1", str(l1_bytes), "--http", ""]
+    with _process([*command, "--chunk-tokens", str(CHUNK_TOKENS), "--log-level", "error"]) as process:
+        yield address, process.pid
+
+
+@contextmanager
+def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise ConfigError(f"{' '.join(command)} did not start; its own message is above")
+        yield process
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+# -- round trips
+
+
+class _Raw:
+    """A bare DEALER socket: what the client costs is the same on both sides of the comparison."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.connect(address)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+
+    def ask(self, frame: bytes) -> bytes:
+        self.socket.send(frame)
+        return bytes(self.socket.recv())
+
+    def pipelined(self, frames: Sequence[bytes], in_flight: int) -> list[float]:
+        """Seconds from each request to its reply, with `in_flight` under way. Replies come in order."""
+        sent: list[float] = []
+        took: list[float] = []
+        for frame in frames[:in_flight]:
+            sent.append(time.perf_counter())
+            self.socket.send(frame)
+        for number in range(len(frames)):
+            self.socket.recv()
+            now = time.perf_counter()
+            took.append(now - sent[number])
+            if len(sent) < len(frames):
+                sent.append(time.perf_counter())
+                self.socket.send(frames[len(sent) - 1])
+        return took
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+
+class _Speaker:
+    """Frames of one connection to one server, numbered."""
+
+    def __init__(self, raw: _Raw, layout: CacheLayout, namespace: Namespace) -> None:
+        self._number = 0
+        self._incarnation = 0
+        self._connection = time.monotonic_ns()
+        hello = wire.Hello(identity_of(namespace, layout, Placement()), 0)
+        header = wire.read_header(raw.ask(self.frame(hello)))
+        assert header is not None
+        self._incarnation = header.incarnation
+
+    def frame(self, message: wire.Request) -> bytes:
+        self._number += 1
+        return wire.pack(Header(PROTOCOL_VERSION, self._number, self._connection, self._incarnation), message)
+
+    def lookup(self, session: str, hashes: Sequence[bytes], epoch: int = 1) -> bytes:
+        tokens = len(hashes) * CHUNK_TOKENS + 1
+        return self.frame(wire.Lookup(session, epoch, epoch, 0, b"", list(hashes), tokens, 0, "", 1000))
+
+
+def _layout(groups: int = 1, ranks: int = 1, cell_bytes: int = 4096) -> tuple[CacheLayout, Namespace]:
+    group = ObjectGroup(GroupKind.FULL, CHUNK_TOKENS, cell_bytes)
+    layout = CacheLayout((group,) * groups, ranks=ranks, chunk_tokens=CHUNK_TOKENS)
+    return layout, Namespace("bench", layout=layout.fingerprint, chunk_tokens=CHUNK_TOKENS)
+
+
+def _hashes(count: int, salt: int = 0) -> list[bytes]:
+    return [salt.to_bytes(16, "little") + number.to_bytes(16, "little") for number in range(count)]
+
+
+def _round_trips(directory: Path, sizes: Sizes) -> dict[str, Any]:
+    layout, namespace = _layout()
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(server(directory, 64 << 20))
+        echo_address = f"ipc://{directory}/echo.sock"
+        stack.enter_context(_process([sys.executable, "-m", "kvcore.bench.echo", echo_address]))
+        ours, echo = _Raw(address), _Raw(echo_address)
+        stack.callback(ours.close)
+        stack.callback(echo.close)
+        speaker = _Speaker(ours, layout, namespace)
+        pairs: list[tuple[Latencies, Latencies]] = []
+        for turn in range(sizes.rounds + 1):
+            frames = [
+                speaker.lookup(f"s{turn}.{number}", _hashes(sizes.lookup_chunks, number))
+                for number in range(sizes.round_trips)
+            ]
+            yardstick = Latencies.of(echo.pipelined(frames, IN_FLIGHT))
+            found = Latencies.of(ours.pipelined(frames, IN_FLIGHT))
+            for number in range(sizes.round_trips):
+                ours.ask(speaker.frame(wire.EndSession(f"s{turn}.{number}", 1)))
+            if turn:  # the first one warms up
+                pairs.append((found, yardstick))
+    return {
+        "what": f"LOOKUP of {sizes.lookup_chunks} chunks to ACK, {IN_FLIGHT} in flight, against an echo of its bytes",
+        "n": sizes.round_trips * len(pairs),
+        "ack_p50_us": median([found.p50_us for found, _ in pairs]),
+        "ack_p99_us": median([found.p99_us for found, _ in pairs]),
+        "echo_p50_us": median([yardstick.p50_us for _, yardstick in pairs]),
+        "echo_p99_us": median([yardstick.p99_us for _, yardstick in pairs]),
+        "ratio_p50": median([found.p50_us / yardstick.p50_us for found, yardstick in pairs]),
+    }
+
+
+# -- lookups
+
+
+def _big_lookup(directory: Path, sizes: Sizes) -> dict[str, Any]:
+    layout, namespace = _layout(groups=2, ranks=2)
+    hashes = _hashes(512)
+    with server(directory, 64 << 20) as (address, pid):
+        asyncio.run(_fill(address, layout, namespace, hashes))
+        raw = _Raw(address)
+        speaker = _Speaker(raw, layout, namespace)
+        seconds = []
+        for number in range(sizes.big_lookups):
+            asked = [
+                speaker.lookup(f"b{number}", hashes),
+                speaker.frame(wire.Query(f"b{number}", 1, 1)),
+                speaker.frame(wire.EndSession(f"b{number}", 1)),
+            ]
+            before = _cpu_seconds(pid)
+            replies = [wire.read_reply(raw.ask(frame)) for frame in asked]
+            seconds.append(_cpu_seconds(pid) - before)
+            assert isinstance(replies[1], wire.Ready), replies[1]
+            assert replies[1].lengths
+        raw.close()
+    return {
+        "what": "LOOKUP, QUERY and END of 128K tokens (512 chunks x 4 rows) in L1: processor time of the server",
+        "n": len(seconds),
+        "p50_ms": 1e3 * median(seconds),
+        "max_ms": 1e3 * max(seconds),
+    }
+
+
+async def _fill(address: str, layout: CacheLayout, namespace: Namespace, hashes: Sequence[bytes]) -> None:
+    """Store every cell of `hashes`."""
+    for rank in range(layout.ranks):
+        link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), namespace, layout)
+        worker = link.worker(rank)
+        for first in range(0, len(hashes), 256):
+            part = hashes[first : first + 256]
+            for group in range(len(layout.groups)):
+                tag = worker.tag(first * 64 + group)
+                grants = await worker.reserve_store(tag, [StoreCell(group, chunk_hash) for chunk_hash in part])
+                await worker.commit_store(tag, [grant is not None for grant in grants])
+        link.close()
+
+
+def _throughput(directory: Path, sizes: Sizes) -> dict[str, Any]:
+    layout, namespace = _layout()
+    hashes = _hashes(sizes.lookup_chunks)
+    with server(directory, 64 << 20) as (address, _):
+        asyncio.run(_fill(address, layout, namespace, hashes))
+        raw = _Raw(address)
+        speaker = _Speaker(raw, layout, namespace)
+        rates = []
+        for turn in range(sizes.rounds):
+            frames = []
+            for number in range(sizes.throughput_lookups):
+                session = f"t{turn}.{number}"
+                frames += [
+                    speaker.lookup(session, hashes),
+                    speaker.frame(wire.Query(session, 1, 1)),
+                    speaker.frame(wire.EndSession(session, 1)),
+                ]
+            begin = time.perf_counter()
+            raw.pipelined(frames, IN_FLIGHT)
+            rates.append(sizes.throughput_lookups / (time.perf_counter() - begin))
+        raw.close()
+    return {
+        "what": f"whole lookups (LOOKUP, QUERY, END) of {sizes.lookup_chunks} chunks in L1, {IN_FLIGHT} in flight",
+        "n": sizes.throughput_lookups * sizes.rounds,
+        "lookups_per_s": median(rates),
+    }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of another process so far: the kernel's clock of that process (clock_getcpuclockid(3))."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+# -- copies
+
+
+def _copies(directory: Path, sizes: Sizes) -> dict[str, Any]:
+    layout, namespace = _layout(cell_bytes=sizes.copy_bytes)
+    with server(directory, 4 * sizes.copy_bytes * sizes.copy_batch) as (address, _):
+        return asyncio.run(_copy_rounds(address, layout, namespace, sizes))
+
+
+async def _copy_rounds(address: str, layout: CacheLayout, namespace: Namespace, sizes: Sizes) -> dict[str, Any]:
+    size, batch = sizes.copy_bytes, sizes.copy_batch
+    source, target = memoryview(bytearray(b"x" * size * batch)), memoryview(bytearray(b"y" * size * batch))
+    pages = [slice(size * index, size * (index + 1)) for index in range(batch)]
+    link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), namespace, layout)
+    scheduler, worker = link.scheduler(), link.worker(0)
+    stores, loads, plain = [], [], []
+
+    def copy_all() -> None:
+        for page in pages:
+            target[page] = source[page]
+
+    for turn in range(sizes.rounds + 3):  # the first ones touch all of L1, so that no page is new afterwards
+        hashes = _hashes(batch, salt=turn)
+        begin = time.perf_counter()
+        tag = worker.tag(turn + 1)
+        grants = await worker.reserve_store(tag, [StoreCell(0, chunk_hash) for chunk_hash in hashes])
+        for page, grant in zip(pages, grants, strict=True):
+            assert grant is not None
+            grant.view[:] = source[page]
+        await worker.commit_store(tag, [True] * batch)
+        stored = time.perf_counter() - begin
+        scheduler.start(f"c{turn}", turn + 1, hashes, prompt_tokens=batch * CHUNK_TOKENS + 1)
+        outcome = await scheduler.wait(f"c{turn}", turn + 1)
+        assert outcome.best == batch
+        cells = [LoadCell(0, index, chunk_hash) for index, chunk_hash in enumerate(hashes)]
+        loaded = await _timed_load(worker, f"c{turn}", turn + 1, cells, pages, target)
+        scheduler.end(f"c{turn}")
+        copied = _seconds(copy_all)
+        if turn >= 3:
+            stores.append(stored)
+            loads.append(loaded)
+            plain.append(copied)
+    link.close()
+    total = size * batch
+    return {
+        "what": f"{batch} chunks of {size} bytes: store and retrieve through shared memory against one plain copy",
+        "n": len(plain),
+        "store_gb_per_s": total / median(stores) / 1e9,
+        "retrieve_gb_per_s": total / median(loads) / 1e9,
+        "memcpy_gb_per_s": total / median(plain) / 1e9,
+        "store_share": median([mine / other for mine, other in zip(plain, stores, strict=True)]),
+        "retrieve_share": median([mine / other for mine, other in zip(plain, loads, strict=True)]),
+    }
+
+
+async def _timed_load(
+    worker: Any, session: str, generation: int, cells: Sequence[LoadCell], pages: Sequence[slice], target: memoryview
+) -> float:
+    begin = time.perf_counter()
+    grants = await worker.open_read(session, generation, cells)
+    for page, grant in zip(pages, grants, strict=True):
+        target[page] = grant.view
+    held = await worker.close_read(session, generation, cells)
+    took = time.perf_counter() - begin
+    assert all(held)
+    return took
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
