@@ -3,18 +3,23 @@
 #   make test     all tests      make check  lint, types, import contracts, dead code
 #   make vllm     the real vLLM scheduler on the ladder, in .venv-vllm (1.8 GB); skipped loudly where it cannot install
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
-# PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes.
+#   make ladder-torch   the rungs on a real transformer, in separate processes
+# PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
+# told to install where torch is needed: from an index whose torch is built for CUDA this downloads gigabytes that
+# nothing here uses; `make test TORCH_PIP="torch --index-url URL-OF-CPU-BUILDS"` chooses another one.
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+TORCH_PIP ?= torch==2.13.0
 BIN := $(VENV)/bin
 VLLM_PYTHON := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/.kvcore-vllm
 STAMP := $(VENV)/.kvcore-dev
-TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(STAMP),setup,$@): $$(( $$(date +%s) - start )) s]"; exit $$code
+TORCH_STAMP := $(VENV)/.kvcore-torch
+TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@)): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: setup ladder test vllm check bench wheel clean system
+.PHONY: setup ladder ladder-torch test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -25,7 +30,13 @@ $(STAMP): pyproject.toml
 ladder: $(STAMP)
 	$(call TIME,$(BIN)/kvcore ladder --jobs $(JOBS))
 
-test: $(STAMP)
+$(TORCH_STAMP): $(STAMP)
+	$(call TIME,$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH_PIP) && touch $@)
+
+ladder-torch: $(TORCH_STAMP)
+	$(call TIME,$(BIN)/kvcore ladder --target torch)
+
+test: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/python scripts/run_tests.py --jobs $(JOBS))
 
 vllm:

@@ -15,8 +15,8 @@ from kvcore.errors import ConfigError
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.result import expand_rungs, parse_rungs
 
-TARGETS = ("sim", "local")
-REQUESTS = {"sim": 120, "local": 48}
+TARGETS = ("sim", "local", "torch")
+REQUESTS = {"sim": 120, "local": 48, "torch": 40}
 """Requests per pass when nobody says otherwise. Real time is dearer than simulated time."""
 
 
@@ -49,7 +49,7 @@ def check_target(name: str) -> str:
         return name
     near = difflib.get_close_matches(name, TARGETS, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"unknown target {name!r}: this version has {' and '.join(TARGETS)}{hint}")
+    raise ConfigError(f"unknown target {name!r}: this version has {', '.join(TARGETS)}{hint}")
 
 
 def check_rungs(text: str, option: str = "--rungs") -> tuple[str, ...]:

@@ -16,6 +16,8 @@ PARTS = (
     ("simulation", ["tests/sim"]),
     ("quality", ["tests/quality"]),
     ("ladder", ["tests/ladder"]),
+    ("service", ["tests/service"]),
+    ("ladder torch", ["tests/torch"]),
 )
 
 

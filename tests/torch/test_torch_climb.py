@@ -1,0 +1,38 @@
+"""Rungs 0 to 4 and the replay on the torch engine: separate processes, real sockets, shared memory and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="the torch target needs torch: make test installs it")
+
+pytestmark = pytest.mark.ladder
+
+CLIMB_SECONDS_MAX = 600.0  # for a machine that does other things; about 40 s on an idle one
+
+
+def climb(cell: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """`kvcore ladder` in a process of its own, as a user runs it."""
+    command = [sys.executable, "-m", "kvcore.cli", "ladder", "--target", "torch", "--cell", cell, "--json", *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=CLIMB_SECONDS_MAX, check=False)
+
+
+@pytest.mark.parametrize("cell", ["full+window+recurrent/r2/s1/async", "full+window/r1/s2/sync", "full/r1/s1/sync"])
+def test_the_cache_changes_no_output_of_a_real_transformer(cell: str) -> None:
+    result = climb(cell)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    rungs = {rung["rung"]: rung for rung in json.loads(result.stdout)["cells"][0]["rungs"]}
+    assert ("3b" in rungs) == (cell != "full/r1/s1/sync")
+    assert all(rung["mismatches"] == 0 and rung["tokens_compared"] > 0 for rung in rungs.values())
+    assert rungs["replay"]["loads_verified"] > 0
+    assert rungs["4"]["preemptions"] > 0
+
+
+def test_a_configuration_that_the_target_does_not_have_is_refused_with_those_it_has() -> None:
+    result = climb("full/r1/inproc/sync")
+    assert result.returncode == 2
+    assert "target torch climbs in none of the chosen configurations" in result.stderr
