@@ -120,6 +120,10 @@ class SessionTable:
         return len(self._sessions)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._sessions)
+
+    @property
     def lookups_open(self) -> int:
         return sum(session.lookup is not None for session in self._sessions.values())
 

@@ -286,6 +286,20 @@ class Storage:
         answers = dict(zip(known, self._prefetch.finish_read(owner, list(known)), strict=True))
         return [answers.pop(key, Answer.UNKNOWN) for key in keys]
 
+    def give_up_holder(self, holder: str) -> int:
+        """`holder` is silent: nothing that it stages will be published, and the leases of what it reads end.
+
+        Its copies may still run, so its holds stay; commit, abort and close end them, now with answers that say that it
+        was too late. Returns the reservations and leases ended.
+        """
+        ended = 0
+        for (name, tag), staging in self._stagings.items():
+            if name == holder:
+                ended += self._l1.abort_write(tag, list(staging.slots)).count(Answer.ABORTED)
+        for owner, key in list(self._readings.get(holder, {})):
+            ended += self._prefetch.finish_read(owner, [key]).count(Answer.RELEASED)
+        return ended
+
     def release_holder(self, holder: str) -> int:
         """`holder` is proven dead: its copies have ended and nothing of it is published. Returns the holds ended.
 

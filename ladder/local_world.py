@@ -115,6 +115,13 @@ class LocalWorld:
     def files(self, name: str) -> Files:
         return OsFiles(self._l2 / name)
 
+    def deaths(self) -> None:
+        """Everything is one process."""
+        return None
+
+    def process_name(self, process: str) -> str:
+        return ""
+
     def listen(self, server: int) -> ServerTransport:
         if self._in_process:
             self._local[server] = self._keep(LocalServerTransport(self._loop))

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from kvcore.errors import ConfigError
 from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.groups import CacheLayout
-from kvcore.keys import Namespace, ObjectKey
+from kvcore.keys import Namespace
 from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.file import file_adapter
 from kvcore.l2.memory import MemoryBackend, memory_adapter
@@ -25,12 +25,13 @@ from kvcore.ports import ClientTransport, Clock, Executor, Files, Notice, Server
 from kvcore.quota import Quota
 from kvcore.runtime.shared_memory import SharedArena, SharedSegment
 from kvcore.service.client import ConnectionConfig, Region, SchedulerConfig, identity_of
-from kvcore.service.server import CacheServer, ServerConfig
+from kvcore.service.server import CacheServer, Deaths, ServerConfig
 from kvcore.sim.engine.device import ComputeDevice
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.l1 import WatchedL1
 from kvcore.sim.oracles.l2 import WatchedAdapter
 from kvcore.sim.oracles.truth import Truth
+from kvcore.sim.process import CURRENT
 from kvcore.sim.weak import WeakLocks
 from kvcore.storage import Storage, StorageConfig
 
@@ -56,6 +57,12 @@ class World(Protocol):
     def connect(self, server: int, client: str) -> ClientTransport: ...
 
     def device(self, rank: int) -> ComputeDevice: ...
+
+    def deaths(self) -> Deaths | None: ...
+
+    def process_name(self, process: str) -> str:
+        """The present life of a process, as `deaths` understands it; "" if it is the servers' own."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class AttachedRegion:
         self._segment = segment
 
     def view_range(self, offset: int, size: int) -> memoryview:
-        return self._segment.span(offset, size)
+        return self._segment.view_range(offset, size)
 
     def close(self) -> None:
         self._segment.close()
@@ -127,6 +134,8 @@ class ServerStack:
         life: int = 0,
     ) -> None:
         self.name = f"server{index}"
+        self.index = index
+        self._incarnation = CURRENT.get()
         self._truth = truth
         self._findings = findings
         self._world = world
@@ -136,7 +145,7 @@ class ServerStack:
         policy = S3FifoPolicy if config.policy == "s3fifo" else LruPolicy
         self.l1 = WatchedL1(self.name, truth, findings, world.tracer, self._arena, policy, config.quota)
         self.executors = [world.executor(f"{self.name}.{kind}") for kind in config.l2]
-        self._loading: dict[ObjectKey, str] = {}
+        self._loading = self.l1.loads
         self.adapters = [
             self._adapter(kind, executor, config) for kind, executor in zip(config.l2, self.executors, strict=True)
         ]
@@ -164,6 +173,7 @@ class ServerStack:
             index=index,
             config=replace(config.server, segment=self.segment),
             on_bug=self._bug,
+            deaths=world.deaths(),
         )
         self.server.attach(world.listen(index))
 
@@ -201,6 +211,11 @@ class ServerStack:
 
     def _bug(self, error: BaseException) -> None:
         self._findings.report("server", f"{self.name} raised {error!r}")
+
+    @property
+    def alive(self) -> bool:
+        """The life of the process in which this was built has not ended."""
+        return self._incarnation is None or self._incarnation.alive
 
     @property
     def idle(self) -> bool:

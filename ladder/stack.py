@@ -7,7 +7,7 @@ server, ports.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.worker import WorkerConnector
@@ -39,15 +39,23 @@ class CacheStack:
         self.memories: dict[str, MemoryBackend] = {}  # by adapter
         self._lives = [0] * config.placement.servers
         self._past: dict[ObjectKey, None] = {}  # published in an earlier life of a server
-        self._generation_lost = 0
         self.servers = [self._start_server(index) for index in range(config.placement.servers)]
+        self._engine_life = 0
+        self._regions: list[dict[str, Region | AttachedRegion]] = []
+        self._start_engine_side()
+
+    def _start_engine_side(self) -> None:
+        """What belongs to the engine's processes, in their present lives."""
+        ranks = range(self.config.layout.ranks)
+        self._generation_lost = 0
         self._connections: list[Connection] = []
         self._clients: list[SchedulerClient | WorkerClient] = []
-        self._regions: list[dict[str, Region | AttachedRegion]] = [{} for _ in range(config.layout.ranks)]
-        self._scheduler = world.inside("scheduler", self._build_scheduler)
+        self._close_regions()
+        self._regions = [{} for _ in ranks]
+        self._scheduler = self._world.inside("scheduler", self._build_scheduler)
         self._workers = [
-            world.inside(f"worker{rank}", lambda rank=rank: self._build_worker(rank))  # type: ignore[misc]
-            for rank in range(config.layout.ranks)
+            self._world.inside(f"worker{rank}", lambda rank=rank: self._build_worker(rank))  # type: ignore[misc]
+            for rank in ranks
         ]
 
     def _start_server(self, index: int) -> ServerStack:
@@ -78,15 +86,25 @@ class CacheStack:
         self._clients.append(client)
         self._client = client
         hasher = hasher_for(config.namespace, config.layout)
-        return SchedulerConnector(config.layout, hasher, client, SchedulerConnectorConfig(load_async=config.load_async))
+        settings = SchedulerConnectorConfig(load_async=config.load_async, session_prefix=self._session_prefix)
+        return SchedulerConnector(config.layout, hasher, client, settings)
+
+    @property
+    def _session_prefix(self) -> str:
+        """No two lives of the engine name a session alike."""
+        return f"life{self._engine_life}." if self._engine_life else ""
+
+    def worker_id(self, rank: int) -> str:
+        """The name by which the servers know the present life of a worker."""
+        return f"worker{rank}.{self._engine_life}" if self._engine_life else f"worker{rank}"
 
     def _build_worker(self, rank: int) -> WorkerConnector:
-        name = f"worker{rank}"
-
         def region(segment: str) -> Segment:
             return self._region(rank, segment)
 
-        client = WorkerClient(self._connect(name), self.config.placement, self.config.layout, rank, name, region)
+        connections = self._connect(f"worker{rank}")
+        config, process = self.config, self._world.process_name(f"worker{rank}")
+        client = WorkerClient(connections, config.placement, config.layout, rank, self.worker_id(rank), region, process)
         self._clients.append(client)
         return WorkerConnector(self.config.layout, rank, client)
 
@@ -104,6 +122,15 @@ class CacheStack:
         self._lives[index] += 1
         self.servers[index] = self._start_server(index)
 
+    def engine_restarted(self) -> None:
+        """The engine's processes have died and live again: new connections, clients and connectors, which know nothing.
+
+        The servers keep what the dead ones held until they learn of it: workers' holds by the proof of their death,
+        sessions by their idleness.
+        """
+        self._engine_life += 1
+        self._start_engine_side()
+
     # ---- ladder.Connector
 
     @property
@@ -119,12 +146,14 @@ class CacheStack:
         """Wait until nothing runs in the background any more, then check that nothing is left behind."""
         try:
             async with asyncio.timeout(timeout_s):
+                polls = 0
                 while not self._quiet():
-                    await asyncio.sleep(0.001)
+                    await asyncio.sleep(min(0.001 * 2 ** max(0, polls - 16), 0.1))
+                    polls += 1
         except TimeoutError:
             self._findings.report("liveness", f"the cache did not come to rest in {timeout_s} s: {self.describe()}")
             return
-        for server in self.servers:
+        for server in self.living_servers:
             server.check_at_rest()
         for client in self._clients:
             if isinstance(client, WorkerClient):
@@ -133,10 +162,31 @@ class CacheStack:
                     self._findings.report("leases", f"{client.worker_id}: at rest, {state}")
 
     def _quiet(self) -> bool:
-        if not all(worker.idle for worker in self._workers) or not all(server.idle for server in self.servers):
+        living = self.living_servers
+        if not all(worker.idle for worker in self._workers) or not all(server.idle for server in living):
             return False
-        states = [connection.statistics() for connection in self._connections]
+        if self._left_by_the_dead():
+            return False
+        there = [server.index for server in living]
+        states = [connection.statistics() for connection in self._connections if connection.index in there]
         return not any(state.outstanding or state.waiting or state.debts for state in states)
+
+    @property
+    def living_servers(self) -> list[ServerStack]:
+        """Those whose process has not died since they were started."""
+        return [server for server in self.servers if server.alive]
+
+    def _left_by_the_dead(self) -> bool:
+        """A server still has sessions of a dead scheduler, or what a dead worker had open. Both end by themselves."""
+        if not self._engine_life:
+            return False
+        states = [server.server for server in self.living_servers]
+        mine = self._session_prefix
+        return any(
+            not all(name.startswith(mine) for name in server.session_names)
+            or any(worker not in map(self.worker_id, range(self.config.layout.ranks)) for worker in server.worker_names)
+            for server in states
+        )
 
     def describe(self) -> str:
         """One line per part that is not at rest."""
@@ -144,6 +194,21 @@ class CacheStack:
         parts += [f"{server.name} {server.storage.statistics()}" for server in self.servers if not server.idle]
         parts += [str(state) for state in (each.statistics() for each in self._connections) if state.debts]
         return "; ".join(parts) or "everything is idle"
+
+    def states(self) -> Iterator[tuple[str, object]]:
+        """(component, its statistics) of all parts, also those at rest: for the state lines of a failing run."""
+        yield "scheduler", self._scheduler.statistics()
+        for client in self._clients:
+            yield client.worker_id if isinstance(client, WorkerClient) else "scheduler", client.statistics()
+        for rank, worker in enumerate(self._workers):
+            yield f"worker{rank}", worker.statistics()
+        for number, connection in enumerate(self._connections):
+            yield f"connection{number}", connection.statistics()
+        for server in self.servers:
+            yield server.name, server.server.statistics()
+            yield server.name, server.storage.statistics()
+            for adapter in server.adapters:
+                yield adapter.name, adapter.usage()
 
     def drop_l1(self) -> int:
         """Forget L1 everywhere; L2 keeps what it has."""
@@ -204,9 +269,12 @@ class CacheStack:
             client.close()
         for connection in self._connections:
             connection.close()
+        self._close_regions()
+        for server in self.servers:
+            await server.close()
+
+    def _close_regions(self) -> None:
         for mapped in self._regions:
             for region in mapped.values():
                 if isinstance(region, AttachedRegion):
                     region.close()
-        for server in self.servers:
-            await server.close()

@@ -19,6 +19,13 @@ does not. Here a process is a mark in a `contextvars` context:
 A process does not crash itself in the middle of its own code: nothing could stop that code before its next `await`.
 `crash_soon` does it right after the running callback has ended, before anything else runs.
 
+A *gate* stands before every entry of a process while somebody wants to count or to stop them; else there is none.
+
+* `pause` is SIGSTOP: entries of the process are put aside until `resume`, so messages queue and timers are late. What
+  hardware does for it goes on (`runs_while_stopped`): a device finishes the copies it was given. A crash ends a pause.
+* `at_step(n, action)` calls `action` right before the n-th entry from now on, whichever life it belongs to; a crash in
+  there comes between two steps of the process, and the same n is the same place in every run of the seed.
+
 The loop holds the processes; a process holds its current incarnation; the dead tasks belong to the loop.
 """
 
@@ -29,12 +36,13 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcore.errors import CallerError
-from kvcore.sim.tasks import SimTask
+from kvcore.sim.tasks import SimHandle, SimTask
 
 if TYPE_CHECKING:
     from kvcore.sim.loop import SimLoop
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class DeadProcessError(Exception):
@@ -44,12 +52,13 @@ class DeadProcessError(Exception):
 class Incarnation:
     """One life of a process, from start to crash."""
 
-    __slots__ = ("alive", "number", "process")
+    __slots__ = ("alive", "gate", "number", "process")
 
     def __init__(self, process: SimProcess, number: int) -> None:
         self.process = process
         self.number = number
         self.alive = True
+        self.gate: Callable[[SimHandle], bool] | None = None
 
     def __str__(self) -> str:
         return f"{self.process.name}#{self.number}"
@@ -66,21 +75,47 @@ def check_alive() -> None:
         raise DeadProcessError(f"{incarnation} has crashed")
 
 
+def runs_while_stopped(function: F) -> F:
+    """Mark what hardware does by itself: it goes on while the process that asked for it is stopped."""
+    function.runs_while_stopped = True  # type: ignore[attr-defined]
+    return function
+
+
+class _Countdown:
+    """Entries until `action`."""
+
+    __slots__ = ("action", "left")
+
+    def __init__(self, left: int, action: Callable[[], object]) -> None:
+        self.left = left
+        self.action = action
+
+
 class SimProcess:
     """A process of the simulated world. Made by `SimLoop.process`."""
 
-    __slots__ = ("_base_context", "_current", "_loop", "_on_crash", "name")
+    __slots__ = (
+        "_aside", "_base_context", "_countdowns", "_current", "_loop", "_on_crash", "_on_pause", "_on_resume",
+        "_on_stopped", "name", "stopped",
+    )  # fmt: skip
 
     def __init__(self, loop: SimLoop, name: str) -> None:
         self._loop = loop
         self.name = name
         self._on_crash: list[Callable[[], None]] = []
+        self.stopped = False
+        self._aside: list[SimHandle] = []
+        self._on_pause: list[Callable[[], None]] = []
+        self._on_resume: list[Callable[[], None]] = []
+        self._on_stopped: Callable[[], None] | None = None
+        self._countdowns: list[_Countdown] = []
         self._begin(0)
 
     def _begin(self, number: int) -> None:
         self._current = Incarnation(self, number)
         self._base_context = contextvars.Context()
         self._base_context.run(CURRENT.set, self._current)
+        self._set_gate()
 
     @property
     def incarnation(self) -> int:
@@ -133,6 +168,7 @@ class SimProcess:
             return
         self._loop.bury(self._current)
         self._loop.trace.event("process.crash", self.name, self.incarnation)
+        self._let_go()
         callbacks, self._on_crash = self._on_crash, []
         for callback in callbacks:
             callback()
@@ -151,3 +187,94 @@ class SimProcess:
             raise CallerError(f"process {self.name} is up; crash() it before restart()")
         self._begin(self._current.number + 1)
         self._loop.trace.event("process.start", self.name, self.incarnation)
+
+    # ---- the gate
+
+    def pause(self, on_stopped: Callable[[], None] | None = None) -> None:
+        """Run nothing of this life until `resume`. `on_stopped` is called once, when something had to wait."""
+        if not self.alive or self.stopped:
+            raise CallerError(f"process {self.name} is down or stopped already")
+        self.stopped = True
+        self._on_stopped = on_stopped
+        self._set_gate()
+        for callback in self._on_pause:
+            callback()
+        self._loop.trace.event("process.stop", self.name, self.incarnation)
+
+    def on_pause(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever this process is stopped, in whichever life."""
+        self._on_pause.append(callback)
+
+    def resume(self) -> None:
+        """Run on, with everything that was put aside. Does nothing when it is not stopped."""
+        if self.stopped:
+            self._loop.trace.event("process.continue", self.name, self.incarnation)
+            self._let_go()
+
+    def lets_in(self, later: Callable[[], None]) -> bool:
+        """For ports that run code of this process outside its entries (a message arrives): it counts as one.
+
+        False: it is stopped; `later` is called when it runs on, or has died. After True the caller looks whether the
+        life is still there.
+        """
+        if self.stopped:
+            self._note_stopped()
+            self._on_resume.append(later)
+            return False
+        self._count()
+        return True
+
+    def _note_stopped(self) -> None:
+        """Something of this process has to wait because it is stopped."""
+        callback, self._on_stopped = self._on_stopped, None
+        if callback is not None:
+            callback()
+
+    def at_step(self, nth: int, action: Callable[[], object]) -> Callable[[], None]:
+        """Call `action` right before the `nth` entry of this process from now on. The answer disarms it."""
+        if nth < 1:
+            raise CallerError(f"entries are counted from 1, not from {nth}")
+        countdown = _Countdown(nth, action)
+        self._countdowns.append(countdown)
+        self._set_gate()
+        return lambda: self._disarm(countdown)
+
+    def _disarm(self, countdown: _Countdown) -> None:
+        if countdown in self._countdowns:
+            self._countdowns.remove(countdown)
+            self._set_gate()
+
+    def _set_gate(self) -> None:
+        self._current.gate = self._at_gate if self.stopped or self._countdowns else None
+
+    def _at_gate(self, handle: SimHandle) -> bool:
+        """True: the entry has been put aside. Called by the loop before each entry of the current life."""
+        callback = handle._callback
+        if callback is None or not self.alive:
+            return False
+        if self.stopped:
+            if getattr(callback, "runs_while_stopped", False):
+                return False
+            self._note_stopped()
+            self._aside.append(handle)
+            return True
+        self._count()
+        return False
+
+    def _count(self) -> None:
+        for countdown in list(self._countdowns):
+            countdown.left -= 1
+            if countdown.left == 0:
+                self._disarm(countdown)
+                countdown.action()
+
+    def _let_go(self) -> None:
+        """The pause is over, one way or the other. What waited is ready; after a crash the loop drops it."""
+        self.stopped = False
+        self._on_stopped = None
+        self._set_gate()
+        aside, self._aside = self._aside, []
+        self._loop.put_back(aside)
+        callbacks, self._on_resume = self._on_resume, []
+        for callback in callbacks:
+            callback()

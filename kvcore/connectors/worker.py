@@ -279,7 +279,9 @@ class WorkerConnector:
         self._counts["loads_failed"] += bool(bad)
         self._counts["cells_loaded"] += sum(good)
         self._counts["bytes_loaded"] += sum(
-            self._layout.cell_bytes(cell.group) for cell, fine in zip(plan.cells, good, strict=True) if fine
+            self._layout.groups[cell.group].bytes_per_block * sum(block != NULL_BLOCK for block in cell.blocks)
+            for cell, fine in zip(plan.cells, good, strict=True)
+            if fine
         )
         if plan.load_async:
             self._received[plan.request_id] = None
@@ -358,6 +360,11 @@ class WorkerConnector:
     def inflight_stores(self, request_id: str) -> int:
         """Store jobs of this request, of any generation, that may still read engine blocks."""
         return sum(job.plan.request_id == request_id for job in self._reading())
+
+    @property
+    def loads_landed(self) -> tuple[str, ...]:
+        """Requests whose asynchronous load has ended here and has not been reported yet."""
+        return tuple(self._received)
 
     @property
     def idle(self) -> bool:

@@ -20,10 +20,11 @@ Theory of operation
    of `on_ready` run before anything else is sent to the new life (workers register there).
 4. A request that the server did not execute because it had forgotten the connection is sent again by itself, after a
    new handshake, under a new id.
-5. *Debts* are messages that must arrive some time: releases, aborts, ends of copies. `owe(key, message)` sends it and
-   repeats it with back-off until the server has answered anything at all. A newer message under the same key replaces
-   the older one. After `resends_max` silent attempts a debt sleeps (no timer is left running for a dead server) and is
-   paid when the server is next heard from. A debt of a dead incarnation is void, unless its cause lives on (3).
+5. *Debts* are messages that must arrive some time: releases, aborts, ends of copies. `owe(key, message)` sends it
+   and repeats it with back-off until the server has answered anything but "I cannot read this". A newer message
+   under the same key replaces the older one. After `resends_max` silent attempts a debt sleeps (no timer is left
+   running for a dead server) and is paid when the server is next heard from. A debt of a dead incarnation is void,
+   unless its cause lives on (3).
 6. There is a timer per outstanding request and per unpaid debt, and none otherwise: at rest nothing is scheduled.
 
 Who holds: a request's callback is held here until it has run once, a debt until it is paid or void. Who announces: the
@@ -67,6 +68,8 @@ ReplyCallback = Callable[[Reply], None]
 _NS_PER_S = 1_000_000_000
 _LOST = frozenset((ErrorCode.TIMEOUT, ErrorCode.DISCONNECTED))
 """Whether the server saw the request is not known, or it certainly did not."""
+_UNREAD = frozenset((ErrorCode.MALFORMED, ErrorCode.TOO_LARGE))
+"""The server saw something else than what we sent: frames were damaged on their way."""
 
 
 @unique
@@ -339,7 +342,7 @@ class Connection:
 
     def _refused(self, reply: Reply) -> None:
         text = reply.message if isinstance(reply, Error) else f"unexpected {type(reply).__name__} to HELLO"
-        if isinstance(reply, Error) and reply.code is ErrorCode.BUSY:
+        if isinstance(reply, Error) and reply.code in _UNREAD | {ErrorCode.BUSY}:
             self._state = ConnectionState.NEW
             self._fail_waiting(reply)
             return
@@ -483,12 +486,14 @@ class Connection:
             debt.attempts = 0
             self._pay(key, debt)  # its cause went on into the new life, and is ahead of it
             return
-        if not (isinstance(reply, Error) and reply.code in _LOST):
+        code = reply.code if isinstance(reply, Error) else None
+        if code not in _LOST | _UNREAD:
             del self._debts[key]
-            return
-        if debt.attempts < self._config.resends_max:
+        elif debt.attempts < self._config.resends_max:
             delay_ns = min(self._config.resend_ns << (debt.attempts - 1), self._config.resend_ns_max)
             debt.timer = self._later(delay_ns, self._resend, key, debt)
+        elif code in _UNREAD:
+            del self._debts[key]  # the server is there and will never understand it
 
     def _resend(self, key: str, debt: _Debt) -> None:
         debt.timer = None

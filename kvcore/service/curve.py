@@ -116,7 +116,7 @@ class Gatekeeper:
         self._authenticator.configure_curve_callback("*", self)
         self._authenticator.start()
 
-    def callback(self, domain: str, key: bytes) -> bool:
+    def callback(self, _domain: str, key: bytes) -> bool:
         """May the holder of this public key connect? Called by the authenticator."""
         known = key in self._clients
         self.refused += not known

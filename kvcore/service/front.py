@@ -13,7 +13,7 @@ Theory of operation
 3. `build` makes the server for that identity; the HELLO that caused it is then answered by the server itself. From here
    on another identity is refused by the server: one server serves one model.
 
-Who holds: the front holds the server it has built, until `close`. Who announces: `adopted`, at once. Nothing is freed
+Who holds: the front holds the server it has built, until `close`. Who announces: `server`, at once. Nothing is freed
 here. Rejected: describing the model in the server's own configuration (written twice, it differs sooner or later).
 """
 
@@ -51,10 +51,6 @@ class ServerFront:
             raise CallerError("this front is attached to a transport already")
         self._transport = transport
         transport.receive(self._received)
-
-    @property
-    def adopted(self) -> bool:
-        return self.server is not None
 
     def counters(self) -> dict[str, int]:
         """Frames seen while waiting, and the errors among them by code."""

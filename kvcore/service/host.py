@@ -38,6 +38,7 @@ from kvcore.l2.statistics import L2Statistics
 from kvcore.ports import Notice
 from kvcore.quota import Quota
 from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.deaths import DeathWatch
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.notice import EventfdNotice
 from kvcore.runtime.shared_memory import SharedArena, remove_stale
@@ -102,6 +103,8 @@ class ServerHost:
         transport = self._listen(loop)
         for segment in remove_stale():
             _log.info("removed shared memory %s of a server that died", segment)
+        self._deaths = DeathWatch(loop)
+        self._exit.callback(self._deaths.close)
         self._arena = SharedArena(self.config.l1.capacity_bytes)
         self._exit.callback(self._arena.close)
         self._adapters = [self._open(loop, position, url) for position, url in enumerate(self.config.l2)]
@@ -164,6 +167,7 @@ class ServerHost:
             index=index,
             config=replace(config.server, segment=self._arena.segment),
             limits=config.limits,
+            deaths=self._deaths,
         )
         self._storage = storage
         _log.info("serving %s in chunks of %d tokens, %d ranks", identity.model_name, layout.chunk_tokens, layout.ranks)

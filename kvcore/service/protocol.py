@@ -30,7 +30,7 @@ QUERY. KV bytes never travel: STORE and RETRIEVE answer with (offset, size, slot
     COMMIT ABORT                FINISHED(answers)
     RETRIEVE                    GRANTED(slots)
     LOAD_DONE                   FINISHED(answers)
-    STATUS CLEAR                STATUS_REPLY, CLEARED
+    STATUS CLEAR                STATUS_REPLY, CLEARED       the operator's: they need no handshake
     (any)                       ERROR(code, message)
 
 `epoch` in the session operations is the client's own count of lookups. RELEASE and END mean "everything of this session
@@ -101,14 +101,29 @@ class Header(NamedTuple):
     incarnation: int
 
 
+class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One `ObjectGroup` as it travels."""
+
+    kind: str
+    block_tokens: int
+    bytes_per_block: int
+    window_tokens: int | None
+
+
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What both sides must agree on before a single hash is exchanged."""
+    """What both sides must agree on before a single hash is exchanged.
+
+    It describes the whole layout, so a server that was started without one can take it from its first client.
+    """
 
     hash_mode: str
     hash_version: int
+    chunk_tokens: int
+    model_name: Annotated[str, msgspec.Meta(max_length=4096)]
     namespace_digest: bytes
     layout_fingerprint: str
-    chunk_tokens: int
+    ranks: int
+    groups: Annotated[tuple[GroupShape, ...], msgspec.Meta(max_length=256)]
     placement_mode: str
     servers: int
 
@@ -139,6 +154,7 @@ class ServerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     open_per_worker_max: int = 65_536  # stores plus reads that are open at the same time
     connections_max: int = 4096
     lookup_timeout_ms_max: int = 600_000
+    worker_silence_ns: int = 30_000_000_000  # who has something open and says nothing for so long is reaped
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
@@ -195,8 +211,11 @@ class EndSession(Message, frozen=True, tag="end_session"):
 
 
 class Register(Message, frozen=True, tag="register"):
+    """`process` names the worker's process, so that its death can be proven (`kvcore.runtime.deaths`); may be empty."""
+
     worker: Name
     rank: Count
+    process: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Unregister(Message, frozen=True, tag="unregister"):

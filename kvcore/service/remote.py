@@ -24,6 +24,7 @@ from kvcore.keys import Namespace
 from kvcore.placement import Placement, PlacementMode
 from kvcore.ports import Clock
 from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.deaths import this_process
 from kvcore.runtime.shared_memory import SharedSegment
 from kvcore.service.client import (
     Connection,
@@ -115,7 +116,7 @@ class ServerLink:
     def worker(self, rank: int) -> WorkerClient:
         """A client for one worker, under a name that no other worker life has."""
         name = f"worker{rank}-{self._clock.token(8)}"
-        client = WorkerClient(self._connect(), self.placement, self._layout, rank, name, self._segments)
+        client = WorkerClient(self._connect(), self.placement, self._layout, rank, name, self._segments, this_process())
         self._closing.append(client.close)
         return client
 

@@ -9,14 +9,16 @@ Theory of operation
 2. HELLO compares the two sides' identity (hashing, namespace, layout, chunk size, placement). A difference is refused
    with both values in the text, because two sides that hash differently would share a cache that never hits, and two
    that lay bytes out differently would load garbage.
-3. Anything else must name this server's incarnation and a connection that has shaken hands, with a request id higher
+3. STATUS and CLEAR are the operator's: they belong to no client and need no handshake.
+4. Anything else must name this server's incarnation and a connection that has shaken hands, with a request id higher
    than any before: each request is executed at most once (`peers.py`).
-4. The operation runs to its end. Nothing in it waits: LOOKUP registers a job and is acknowledged; QUERY looks at it.
-5. A `CallerError` from below is the peer's mistake: INVALID. Any other exception is our own bug: INTERNAL to the peer,
+5. The operation runs to its end. Nothing in it waits: LOOKUP registers a job and is acknowledged; QUERY looks at it.
+6. A `CallerError` from below is the peer's mistake: INVALID. Any other exception is our own bug: INTERNAL to the peer,
    and handed to `on_bug` (which logs; a test or a simulation fails there).
 
-Sessions die by idleness: `expire(now_ns)` ends those; `attach` calls it from a timer that runs only while there are
-sessions. Reaping of silent workers is not done here; `worker_died` is for a death that has been proven.
+Sessions die by idleness, workers that have something open and are silent are reaped (`workers.py`): `expire(now_ns)`
+does both; `attach` calls it from a timer that runs only while there are sessions or open stores and reads. A worker's
+word that copies have ended is taken before it is told that it was reaped. `worker_died` is for a proven death.
 
 Who holds: sessions hold leases through their owner, workers hold memory through their holder, both in L1. Who
 announces: the messages of `protocol.py`. Who frees: `session.py` on one path, `workers.py` on one path; nothing is
@@ -31,8 +33,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+
+import msgspec
 
 from kvcore.answers import Answer
 from kvcore.errors import CallerError, ConfigError
@@ -45,8 +49,11 @@ from kvcore.service import protocol as wire
 from kvcore.service.checks import LimitChecks, RefusedError, too_large
 from kvcore.service.peers import ConnectionTable
 from kvcore.service.protocol import Error, ErrorCode, Header, Identity, Message, Reply, ServerLimits
+from kvcore.service.server_config import ServerConfig, ServerStatistics
 from kvcore.service.workers import WorkerDesk, WorkerStorage
 from kvcore.session import Job, LookupName, SessionTable, VerdictKind
+
+__all__ = ["CacheServer", "Deaths", "ServerConfig", "ServerStatistics", "ServerStorage"]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
@@ -73,38 +80,12 @@ class ServerStorage(WorkerStorage, Protocol):
     def drop_l1(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """`segment` names the arena for the workers; `store_lease_ns` bounds the time between STORE and COMMIT."""
+class Deaths(Protocol):
+    """Proves that a process has died (`kvcore.runtime.deaths.DeathWatch`)."""
 
-    segment: str = ""
-    session_idle_ns: int = 600 * _NS_PER_S
-    store_lease_ns: int = 120 * _NS_PER_S
+    def watch(self, key: str, process: str, died: Callable[[], object]) -> bool: ...
 
-    def __post_init__(self) -> None:
-        if self.session_idle_ns <= 0 or self.store_lease_ns <= 0:
-            raise ConfigError("session_idle_ns and store_lease_ns must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatistics:
-    """`requests` counts every frame once; `errors` those answered with that code; the rest was carried out."""
-
-    incarnation: int
-    requests: int
-    requests_by_operation: dict[str, int]
-    errors: dict[str, int]
-    bytes_in: int
-    bytes_out: int
-    connections: int
-    sessions: int
-    sessions_opened: int  # generations begun
-    sessions_expired: int
-    sessions_ended: int
-    lookups_open: int
-    workers: int
-    stores_open: int
-    reads_open: int
+    def forget(self, key: str) -> None: ...
 
 
 class CacheServer:
@@ -123,6 +104,7 @@ class CacheServer:
         config: ServerConfig | None = None,
         limits: ServerLimits | None = None,
         on_bug: Callable[[BaseException], None] | None = None,
+        deaths: Deaths | None = None,
     ) -> None:
         if not 0 <= index < placement.servers:
             raise ConfigError(f"server index {index} does not exist among {placement.servers} servers")
@@ -136,9 +118,12 @@ class CacheServer:
         self._clock = clock
         self._index = index
         self._config = config if config is not None else ServerConfig()
-        self._limits = limits if limits is not None else ServerLimits()
+        self._limits = msgspec.structs.replace(
+            limits if limits is not None else ServerLimits(), worker_silence_ns=self._config.worker_silence_ns
+        )
         self._checks = LimitChecks(self._limits)
         self._on_bug = on_bug
+        self._deaths = deaths
         self._incarnation = 1 + (int(clock.token(8), 16) >> 1)
         self._connections = ConnectionTable(self._limits.connections_max)
         self._sessions = SessionTable(
@@ -151,6 +136,7 @@ class CacheServer:
             ranks=layout.ranks,
             workers_max=self._limits.workers_max,
             open_per_worker_max=self._limits.open_per_worker_max,
+            silence_ns=self._config.worker_silence_ns,
         )
         self._operations = self._table()
         self._counts: Counter[str] = Counter()
@@ -158,6 +144,7 @@ class CacheServer:
         self._errors: Counter[str] = Counter()
         self._transport: ServerTransport | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_ns = 0
 
     def _table(self) -> dict[type[Message], Callable[[Header, Any], Reply]]:
         return {
@@ -204,8 +191,17 @@ class CacheServer:
         return frame
 
     def expire(self, now_ns: int) -> int:
-        """End the sessions that have been idle too long; how many."""
-        return self._sessions.expire(now_ns)
+        """End the sessions that have been idle too long, reap the workers that were silent too long; how many."""
+        return self._sessions.expire(now_ns) + self._desk.reap(now_ns)
+
+    @property
+    def session_names(self) -> tuple[str, ...]:
+        return self._sessions.names
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Of the workers that are registered and not reaped."""
+        return self._desk.workers
 
     def worker_died(self, worker: str) -> int:
         """The worker's process is *proven* dead: its stores are aborted, its holds end. How many holds that freed."""
@@ -247,6 +243,7 @@ class CacheServer:
             workers=len(self._desk.workers),
             stores_open=self._desk.stores_open,
             reads_open=self._desk.reads_open,
+            workers_reaped=self._desk.reaped,
         )
 
     # --- transport -------------------------------------------------------------------------------------------------
@@ -257,13 +254,18 @@ class CacheServer:
             self._transport.send(peer, reply)
 
     def _schedule_expiry(self) -> None:
-        """A timer for the session that dies first; none while there is no session."""
-        if self._transport is None or self._expiry is not None:
+        """A timer for what dies first; none while there is nothing that could."""
+        dues = [due for due in (self._sessions.next_expiry_ns(), self._desk.next_reap_ns()) if due is not None]
+        if self._transport is None or not dues:
             return
-        when_ns = self._sessions.next_expiry_ns()
-        if when_ns is not None:
-            delay_ns = max(0, when_ns - self._clock.now_ns())
-            self._expiry = asyncio.get_running_loop().call_later(delay_ns / _NS_PER_S, self._expiry_due)
+        when_ns = min(dues)
+        if self._expiry is not None:
+            if self._expiry_ns <= when_ns:
+                return  # it will find nothing due, and look again
+            self._expiry.cancel()
+        self._expiry_ns = when_ns
+        delay_ns = max(0, when_ns - self._clock.now_ns())
+        self._expiry = asyncio.get_running_loop().call_later(delay_ns / _NS_PER_S, self._expiry_due)
 
     def _expiry_due(self) -> None:
         self._expiry = None
@@ -310,6 +312,8 @@ class CacheServer:
     def _execute(self, header: Header, request: wire.Request) -> Reply:
         if isinstance(request, wire.Hello):
             return self._hello(header, request)
+        if isinstance(request, wire.Status | wire.Clear):
+            return self._operations[type(request)](header, request)
         if header.incarnation != self._incarnation:
             raise RefusedError(ErrorCode.STALE_INCARNATION, "this was meant for an earlier life of the server")
         if not self._connections.known(header.connection):
@@ -400,13 +404,19 @@ class CacheServer:
 
     def _register(self, header: Header, request: wire.Register) -> Reply:
         self._checks.name(request.worker)
-        if not self._desk.register(request.worker, request.rank):
+        if not self._desk.register(request.worker, request.rank, self._clock.now_ns()):
             raise RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
+        if self._deaths is not None and request.process:
+            self._deaths.watch(request.worker, request.process, partial(self.worker_died, request.worker))
         return wire.Done()
 
     def _unregister(self, header: Header, request: wire.Unregister) -> Reply:
-        self._check_worker(request.worker)
-        self._desk.leave(request.worker)
+        known = self._desk.knows(request.worker)
+        if self._deaths is not None:
+            self._deaths.forget(request.worker)
+        self._desk.leave(request.worker)  # also of a reaped one: no copy of it is running
+        if not known:
+            self._check_worker(request.worker)
         return wire.Done()
 
     def _ping(self, header: Header, request: wire.Ping) -> Reply:
@@ -428,13 +438,11 @@ class CacheServer:
         return wire.Reserved(self._config.segment, *stored)
 
     def _commit(self, header: Header, request: wire.Commit) -> Reply:
-        self._check_worker(request.worker)
         done = self._checks.bits(request.done)
-        return self._finished(self._desk.commit(request.worker, request.tag, done))
+        return self._finished(request.worker, self._desk.commit(request.worker, request.tag, done))
 
     def _abort(self, header: Header, request: wire.Abort) -> Reply:
-        self._check_worker(request.worker)
-        return self._finished(self._desk.abort(request.worker, request.tag))
+        return self._finished(request.worker, self._desk.abort(request.worker, request.tag))
 
     def _retrieve(self, header: Header, request: wire.Retrieve) -> Reply:
         self._check_worker(request.worker, request.rank)
@@ -452,11 +460,11 @@ class CacheServer:
         return wire.Granted(self._config.segment, slots)
 
     def _load_done(self, header: Header, request: wire.LoadDone) -> Reply:
-        self._check_worker(request.worker)
         done = self._checks.bits(request.done)
-        return self._finished(self._desk.load_done(request.worker, request.ticket, done))
+        return self._finished(request.worker, self._desk.load_done(request.worker, request.ticket, done))
 
-    def _finished(self, answers: list[Answer] | None) -> Reply:
+    def _finished(self, worker: str, answers: list[Answer] | None) -> Reply:
+        self._check_worker(worker)
         if answers is None:
             raise RefusedError(ErrorCode.UNKNOWN_TAG, "nothing is open under this tag or ticket")
         return wire.Finished(answers)
@@ -481,6 +489,7 @@ class CacheServer:
     # --- limits ----------------------------------------------------------------------------------------------------
 
     def _check_worker(self, worker: str, rank: int | None = None) -> None:
+        self._desk.heard(worker, self._clock.now_ns())
         if not self._desk.knows(worker):
             raise RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
         if rank is not None and rank != self._desk.rank_of(worker):

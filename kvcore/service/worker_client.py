@@ -9,13 +9,14 @@ Theory of operation
    asked for at the same time. Each message has a name that is known before it is sent: `<tag>/<n>` or a ticket number.
 2. A reply in time gives views into the server's segment. No reply in time, or any error: those cells are None, and the
    server is owed an ABORT or LOAD_DONE for the name - so a grant that arrives late, or was made for a reply that was
-   lost, does not leak. The debt is repeated until the server has answered (`connection.py`).
+   lost, does not leak. The debt is repeated until the server has answered (`connection.py`). A refusal of COMMIT or
+   LOAD_DONE leaves what was granted before as it was, so then the debt is owed as well.
 3. `commit_store` publishes the cells that were copied and aborts the others. Without an answer in time the outcome is
    unknown: the answers are UNKNOWN and an ABORT is owed, which changes nothing if the commit had arrived.
 4. `close_read` says for each cell whether its bytes were protected for the whole copy. False - lease expired, holds
    ended for us, server restarted, no answer - means: throw the bytes away.
 5. The worker registers with every life of a server before anything else is sent to it, and again when it is told that
-   it is not known.
+   it is not known. While it has something open at a server it pings it (`pings.py`), so that a long copy is no silence.
 
 Who holds: the server holds memory for us between grant and commit, abort or close. Who announces: we do, when the
 caller's copies have ended: no call of this object ends a hold while the caller may still be copying. Who frees: the
@@ -40,6 +41,7 @@ from kvcore.groups import CacheLayout
 from kvcore.placement import Placement
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection
+from kvcore.service.pings import Pings
 from kvcore.service.protocol import Error, ErrorCode, Reply, Slots
 
 _Cell = TypeVar("_Cell", "StoreCell", "LoadCell")
@@ -85,6 +87,7 @@ class WorkerClientStatistics:
     cells_closed_good: int
     batches_lost: int  # no reply in time, or an error
     registrations: int
+    pings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,10 @@ class _OpenCell:
 
 
 class WorkerClient:
-    """See the module text. `worker_id` must be unique for this life of the worker."""
+    """See the module text. `worker_id` must be unique for this life of the worker.
+
+    `process` names the process that the copies run in, where it is not the server's (`kvcore.runtime.deaths`).
+    """
 
     def __init__(
         self,
@@ -125,6 +131,7 @@ class WorkerClient:
         rank: int,
         worker_id: str,
         segments: Callable[[str], Segment],
+        process: str = "",
     ) -> None:
         if len(connections) != placement.servers:
             raise CallerError(f"{len(connections)} connections for {placement.servers} servers")
@@ -138,10 +145,12 @@ class WorkerClient:
         self._rank = rank
         self._worker = worker_id
         self._segments = segments
+        self._process = process
         self._stores: dict[str, _OpenStore] = {}
         self._reads: dict[tuple[str, int, int, int], _OpenCell] = {}
         self._tickets = 0
         self._counts: Counter[str] = Counter()
+        self._pings = Pings(self._connections, worker_id, self._open_at, self._register)
         for connection in self._connections:
             connection.on_ready(self._register)
 
@@ -162,6 +171,8 @@ class WorkerClient:
         parts = [_Part(server, f"{tag}/{n}", positions) for n, (server, positions) in enumerate(self._split(cells))]
         store = self._stores[tag] = _OpenStore(parts, [False] * len(cells))
         self._counts["asked_store"] += len(cells)
+        for part in parts:
+            self._pings.need(part.server)
         grants: list[Grant | None] = [None] * len(cells)
         try:
             replies = await self._ask([(part, self._store_message(part, cells, salt)) for part in parts])
@@ -221,7 +232,8 @@ class WorkerClient:
     def _take_commit(self, part: _Part, reply: Reply, answers: list[Answer]) -> None:
         if not isinstance(reply, wire.Finished) or len(reply.answers) != len(part.positions):
             self._lost(part, reply)
-            self._owe_abort(part, reply)
+            if _is_still_held(reply):
+                self._owe_abort(part, None)
             return
         for position, answer in zip(part.positions, reply.answers):
             answers[position] = answer
@@ -290,6 +302,7 @@ class WorkerClient:
                 key = (session, generation, cell.group, cell.chunk_index)
                 assert key not in self._reads, "one open read per cell of a lookup"
                 self._reads[key] = _OpenCell(part.server, int(part.name), bit)
+                self._pings.need(part.server)
 
     async def close_read(self, session: str, generation: int, cells: Sequence[LoadCell]) -> list[bool]:
         """The copies out of these cells have ended. True: the bytes were protected all the time."""
@@ -309,7 +322,8 @@ class WorkerClient:
         for (part, message), pairs, reply in zip(asked, batches.values(), replies):
             if not isinstance(reply, wire.Finished):
                 self._lost(part, reply)
-                self._owe_message(part, message, reply)
+                if _is_still_held(reply):
+                    self._owe_message(part, message, None)
                 continue
             for position, bit in pairs:
                 good[position] = bit < len(reply.answers) and reply.answers[bit] is Answer.RELEASED
@@ -330,6 +344,10 @@ class WorkerClient:
         if _may_have_been_granted(reply):
             key = f"load:{message.ticket}:{message.done.hex()}"
             self._connections[part.server].owe(key, message)
+
+    def _open_at(self, server: int) -> bool:
+        stores = any(part.server == server for store in self._stores.values() for part in store.parts)
+        return stores or any(cell.server == server for cell in self._reads.values())
 
     # --- shared ----------------------------------------------------------------------------------------------------
 
@@ -378,13 +396,14 @@ class WorkerClient:
 
     def _register(self, connection: Connection) -> None:
         self._counts["registrations"] += 1
-        connection.request(wire.Register(self._worker, self._rank), lambda reply: None)
+        connection.request(wire.Register(self._worker, self._rank, self._process), lambda reply: None)
 
     def close(self) -> None:
         """The worker ends in good order: none of its copies is running. The connections stay their owner's."""
         for tag in list(self._stores):
             self.abort_store(tag)
         self._reads.clear()
+        self._pings.close()
         for connection in self._connections:
             if connection.incarnation:
                 connection.owe("worker", wire.Unregister(self._worker))
@@ -402,6 +421,7 @@ class WorkerClient:
             cells_closed_good=count["closed_good"],
             batches_lost=count["lost"],
             registrations=count["registrations"],
+            pings=self._pings.sent,
         )
 
 
@@ -415,3 +435,8 @@ def _may_have_been_granted(reply: Reply | None) -> bool:
     if not isinstance(reply, Error):
         return True
     return reply.code in (ErrorCode.TIMEOUT, ErrorCode.DISCONNECTED, ErrorCode.DUPLICATE, ErrorCode.INTERNAL)
+
+
+def _is_still_held(reply: Reply) -> bool:
+    """What an earlier reply had granted: False only if the server's life has ended, or our connection."""
+    return not (isinstance(reply, Error) and reply.code in (ErrorCode.RESTARTED, ErrorCode.CLOSED))

@@ -4,6 +4,9 @@ Theory of operation
 -------------------
 A worker is known by a name that is unique for its process life; its I/O holds belong to the holder `worker:<name>`.
 
+    worker  (none) --REGISTER--> present --something open, not a word for `silence_ns`--> reaped --REGISTER--> present
+            reaped --all of its copies have ended--> (none)
+            any --UNREGISTER--> (none)          any --death proven--> dead: this name never registers again
     store   (none) --STORE--> open --COMMIT | ABORT | death--> (none)
     read    (none) --RETRIEVE--> open --LOAD_DONE of its last cell | death--> (none)
 
@@ -14,13 +17,18 @@ A worker is known by a name that is unique for its process life; its I/O holds b
 3. RETRIEVE takes I/O holds on cells that the session's lookup holds under lease, under a ticket number of the worker.
    LOAD_DONE names the cells whose copies have ended; hold and lease end together. The answer RELEASED says that the
    bytes were protected for the whole copy: the slot still has the generation that was granted.
-4. `died` is for proven death (the process is gone: its copies cannot write any more). A worker that is only silent
-   keeps its holds. `leave` is its own word that no copy is running.
+4. `died` is for proven death (the process is gone: its copies cannot write any more). `leave` is the worker's own word
+   that no copy is running.
+5. A worker that is only silent is reaped: what it has staged is aborted and will never be published, the leases of what
+   it reads end. Its holds stay, because its copies may still run: that memory drains until COMMIT, ABORT or LOAD_DONE
+   come after all, or its death is proven. Until it registers again, anything it says is answered with "unknown worker".
+   A worker with nothing open is not looked for: there is nothing to give back. It is forgotten when room is needed.
 
 Who holds: L1, for the holder. Who announces: COMMIT, ABORT, LOAD_DONE. Who frees: the storage, when it hears of them.
 
 Rejected: identifying a worker by its transport identity (it changes with every reconnect); closing reads by key (two
-reads of one key by one worker would close each other's); a time-out that ends holds (the copy may still be running).
+reads of one key by one worker would close each other's); a time-out that ends holds (the copy may still be running);
+letting a dead worker's name register again (its last messages may arrive after the proof of its death).
 """
 
 from __future__ import annotations
@@ -52,6 +60,8 @@ class WorkerStorage(Protocol):
 
     def close_read(self, holder: str, owner: Owner, keys: Sequence[ObjectKey]) -> list[Answer]: ...
 
+    def give_up_holder(self, holder: str) -> int: ...
+
     def release_holder(self, holder: str) -> int: ...
 
 
@@ -73,29 +83,50 @@ class _OpenRead:
 class _Worker:
     """What one worker has open."""
 
-    __slots__ = ("holder", "rank", "reading", "reads", "stores")
+    __slots__ = ("heard_ns", "holder", "name", "rank", "reading", "reads", "reaped", "stores")
 
     def __init__(self, name: str, rank: int) -> None:
+        self.name = name
+        self.heard_ns = 0
+        self.reaped = False
         self.holder = f"worker:{name}"
         self.rank = rank
         self.stores: dict[str, _OpenStore] = {}
         self.reads: dict[int, _OpenRead] = {}
         self.reading: dict[Owner, dict[ObjectKey, None]] = {}  # every cell that some ticket has open
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.stores or self.reads)
+
 
 class WorkerDesk:
     """See the module text."""
 
-    def __init__(self, storage: WorkerStorage, *, ranks: int, workers_max: int, open_per_worker_max: int) -> None:
+    def __init__(
+        self, storage: WorkerStorage, *, ranks: int, workers_max: int, open_per_worker_max: int, silence_ns: int
+    ) -> None:
+        if silence_ns <= 0:
+            raise CallerError(f"silence_ns must be positive, not {silence_ns}")
         self._storage = storage
         self._ranks = ranks
         self._workers_max = workers_max
         self._open_per_worker_max = open_per_worker_max
-        self._workers: dict[str, _Worker] = {}
+        self._silence_ns = silence_ns
+        self._workers: dict[str, _Worker] = {}  # reaped ones included; longest silent first
+        self._watched: dict[str, _Worker] = {}  # present and with something open; longest silent first
+        self._dead: dict[str, None] = {}  # the last ones
+        self.reaped = 0
 
     @property
     def workers(self) -> tuple[str, ...]:
-        return tuple(self._workers)
+        """Those that are present."""
+        return tuple(name for name, worker in self._workers.items() if not worker.reaped)
+
+    @property
+    def reaped_open(self) -> int:
+        """Reaped workers whose copies have not all ended."""
+        return sum(worker.reaped for worker in self._workers.values())
 
     @property
     def stores_open(self) -> int:
@@ -105,22 +136,75 @@ class WorkerDesk:
     def reads_open(self) -> int:
         return sum(len(worker.reads) for worker in self._workers.values())
 
-    def register(self, name: str, rank: int) -> bool:
-        """False: no room for another worker. Again under the same name and rank: nothing changes."""
+    def register(self, name: str, rank: int, now_ns: int) -> bool:
+        """False: no room for another worker. Again under the same name and rank: it was heard, nothing else changes."""
         if rank >= self._ranks:
             raise CallerError(f"rank {rank} does not exist: the layout has {self._ranks} ranks")
+        if name in self._dead:
+            raise CallerError(f"worker {name!r} is dead: a new process needs a new name")
         worker = self._workers.get(name)
         if worker is None:
-            if len(self._workers) >= self._workers_max:
+            if not self._make_room(now_ns):
                 return False
             worker = self._workers[name] = _Worker(name, rank)
         if worker.rank != rank:
             raise CallerError(f"worker {name!r} is rank {worker.rank}, not {rank}: names must be unique")
+        worker.reaped = False
+        self.heard(name, now_ns)
         return True
 
+    def _make_room(self, now_ns: int) -> bool:
+        """For one more worker. One that has been silent too long and has nothing open is forgotten for it."""
+        present = [worker for worker in self._workers.values() if not worker.reaped]
+        if len(present) < self._workers_max:
+            return True
+        for worker in present:
+            if not worker.busy and worker.heard_ns + self._silence_ns <= now_ns:
+                del self._workers[worker.name]
+                return True
+        return False
+
     def knows(self, name: str) -> bool:
-        """False: it is not registered (any more)."""
-        return name in self._workers
+        """False: it is not registered (any more), or it was reaped."""
+        worker = self._workers.get(name)
+        return worker is not None and not worker.reaped
+
+    def heard(self, name: str, now_ns: int) -> None:
+        """A message of this worker has come. Unknown names are ignored."""
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            assert now_ns >= worker.heard_ns, "time does not go backwards"
+            worker.heard_ns = now_ns
+            self._workers[name] = worker
+            self._file(worker)
+
+    def _file(self, worker: _Worker) -> None:
+        """Something of this worker has changed: is its silence of interest, is it of interest at all?"""
+        self._watched.pop(worker.name, None)
+        if worker.reaped:
+            if not worker.busy:
+                self._workers.pop(worker.name, None)
+        elif worker.busy:
+            self._watched[worker.name] = worker
+
+    def next_reap_ns(self) -> int | None:
+        """When the worker that was silent longest is reaped, if it goes on being silent; None: nobody is watched."""
+        for worker in self._watched.values():
+            return worker.heard_ns + self._silence_ns
+        return None
+
+    def reap(self, now_ns: int) -> int:
+        """Reap the workers that were silent too long; how many."""
+        count = 0
+        for worker in list(self._watched.values()):
+            if worker.heard_ns + self._silence_ns > now_ns:
+                break
+            worker.reaped = True
+            self._file(worker)
+            self._storage.give_up_holder(worker.holder)
+            count += 1
+        self.reaped += count
+        return count
 
     def rank_of(self, name: str) -> int:
         return self._workers[name].rank
@@ -130,6 +214,7 @@ class WorkerDesk:
         worker = self._workers.pop(name, None)
         if worker is None:
             return
+        self._watched.pop(name, None)
         for tag, store in worker.stores.items():
             self._abort(worker, tag, store)
         for read in worker.reads.values():
@@ -137,6 +222,9 @@ class WorkerDesk:
 
     def died(self, name: str) -> int:
         """The worker's process is proven dead. The number of holds that ended by that alone."""
+        self._dead[name] = None
+        while len(self._dead) > self._workers_max:
+            del self._dead[next(iter(self._dead))]
         worker = self._workers.get(name)
         if worker is None:
             return 0
@@ -160,14 +248,16 @@ class WorkerDesk:
         granted = tuple(slot is not None for slot in slots)
         if any(granted):
             worker.stores[tag] = _OpenStore(tuple(keys), granted)
+            self._file(worker)
         return answers, _on_wire(slots)
 
     def commit(self, name: str, tag: str, done: int) -> list[Answer] | None:
         """Publish the cells in `done`, abort the other granted ones. None: no such tag is open."""
-        worker = self._workers[name]
-        store = worker.stores.pop(tag, None)
-        if store is None:
+        worker = self._workers.get(name)
+        store = worker.stores.pop(tag, None) if worker is not None else None
+        if worker is None or store is None:
             return None
+        self._file(worker)
         answers = [Answer.UNKNOWN] * len(store.keys)
         good = [i for i, granted in enumerate(store.granted) if granted and done >> i & 1]
         bad = [i for i, granted in enumerate(store.granted) if granted and not done >> i & 1]
@@ -177,9 +267,12 @@ class WorkerDesk:
 
     def abort(self, name: str, tag: str) -> list[Answer] | None:
         """Give up all granted cells. None: no such tag is open."""
-        worker = self._workers[name]
-        store = worker.stores.pop(tag, None)
-        return None if store is None else self._abort(worker, tag, store)
+        worker = self._workers.get(name)
+        store = worker.stores.pop(tag, None) if worker is not None else None
+        if worker is None or store is None:
+            return None
+        self._file(worker)
+        return self._abort(worker, tag, store)
 
     def _abort(self, worker: _Worker, tag: str, store: _OpenStore) -> list[Answer]:
         answers = [Answer.UNKNOWN] * len(store.keys)
@@ -207,6 +300,7 @@ class WorkerDesk:
         granted = [(slot, slot.generation) if slot is not None else None for slot in slots]
         if any(slot is not None for slot in slots):
             worker.reads[ticket] = _OpenRead(owner, tuple(keys), granted)
+            self._file(worker)
         return _on_wire(slots)
 
     def _open(self, worker: _Worker, owner: Owner, keys: Sequence[ObjectKey]) -> list[Slot | None]:
@@ -227,13 +321,14 @@ class WorkerDesk:
 
     def load_done(self, name: str, ticket: int, done: int) -> list[Answer] | None:
         """The copies of the cells in `done` have ended. None: no such ticket is open."""
-        worker = self._workers[name]
-        read = worker.reads.get(ticket)
-        if read is None:
+        worker = self._workers.get(name)
+        read = worker.reads.get(ticket) if worker is not None else None
+        if worker is None or read is None:
             return None
         answers = self._close(worker, read, [i for i in range(len(read.keys)) if done >> i & 1])
         if all(slot is None for slot in read.slots):
             del worker.reads[ticket]
+            self._file(worker)
         return answers
 
     def _close(self, worker: _Worker, read: _OpenRead, cells: Sequence[int]) -> list[Answer]:

@@ -8,6 +8,10 @@ reports travel in steps.
 Without a connector the forward pass of a step is one piece of device work; with one it goes layer by layer, since the
 connector takes part in every layer.
 
+Scheduler and workers may be processes of their own: `contexts(rank)` is then the context in which worker `rank` runs. A
+worker that has died answers nothing, so the step never ends; whoever watches the processes ends it
+(`kvcore.sim.engine.host`).
+
 Who holds what: the engine holds the pages for its lifetime and hands views to the connector's workers; block ownership
 is the scheduler's, per run. After a run no block is held, or `run` raises.
 """
@@ -16,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextvars import Context
+from typing import TYPE_CHECKING, Protocol
 
 from kvcore.errors import CallerError, InternalError
 from kvcore.groups import CacheLayout
@@ -46,6 +51,12 @@ StepTime = Callable[[int, int], int]
 """(tokens, requests) of a step -> its duration on the device in nanoseconds."""
 
 
+class StepWatch(Protocol):
+    """Somebody who looks in between two steps, and may call `abort`, `reset_prefix_cache` and the like there."""
+
+    def boundary(self) -> None: ...
+
+
 def default_step_time(tokens: int, requests: int) -> int:
     """200 us per step, 2 us per token, 5 us per request: a small model on a fast device."""
     return 200_000 + 2_000 * tokens + 5_000 * requests
@@ -64,6 +75,8 @@ class Engine:
         connector: Connector | None = None,
         probe: EngineProbe | None = None,
         step_time: StepTime = default_step_time,
+        contexts: Callable[[int], Context] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         if len(devices) != layout.ranks:
             raise CallerError(f"{len(devices)} devices for {layout.ranks} ranks")
@@ -73,6 +86,8 @@ class Engine:
         self._probe: EngineProbe = probe if probe is not None else NullProbe()
         self._step_time = step_time
         self._connector = connector
+        self._contexts = contexts
+        self._watch = watch
         self._stream = ComputeStream(devices[0])
         self._rendezvous = Rendezvous(layout.ranks)
         self._combiner = ReportCombiner(layout.ranks)
@@ -83,6 +98,7 @@ class Engine:
                 self._workers.append(Worker(rank, pages, device, connector.worker(rank), self._probe))
         self._aborts: dict[str, None] = {}
         self._resets: list[bool] = []
+        self._again: dict[str, RequestSpec] = {}
         self._wake: asyncio.Event | None = None
         self._running = False
         self.configure(config)
@@ -119,6 +135,16 @@ class Engine:
         self._resets.append(reset_running_requests)
         self._wake_up()
 
+    def add_again(self, spec: RequestSpec) -> None:
+        """Serve a request under an id that was used before, as soon as the scheduler takes that id again."""
+        self._again[spec.request_id] = spec
+        self._wake_up()
+
+    @property
+    def to_be_added(self) -> frozenset[str]:
+        """Ids for which `add_again` has been called and that the scheduler has not taken yet."""
+        return frozenset(self._again)
+
     def force_preemptions(self, count: int = 1) -> None:
         """The next step preempts `count` victims by the policy's own choice, as if blocks had run out."""
         self._scheduler.force_preemptions(count)
@@ -150,6 +176,8 @@ class Engine:
             while arrived < len(arrivals) and arrivals[arrived].time_ns <= now_ns:
                 self._scheduler.add(arrivals[arrived])
                 arrived += 1
+            if self._watch is not None:
+                self._watch.boundary()
             self._take_calls()
             if self._scheduler.has_work:
                 await self._one_step(more_to_come=arrived < len(arrivals))
@@ -165,6 +193,9 @@ class Engine:
             self._scheduler.abort(request_id)
         for reset_running_requests in resets:
             self._scheduler.reset_prefix_cache(reset_running_requests)
+        for request_id in list(self._again):
+            if not self._scheduler.in_use(request_id):
+                self._scheduler.add(self._again.pop(request_id))
 
     async def _one_step(self, more_to_come: bool) -> None:
         plan = self._scheduler.schedule()
@@ -218,11 +249,16 @@ class Engine:
         return StepOutput(sampled, finished, error_blocks)
 
     async def _reports(self, work: StepWork) -> list[WorkerReport]:
-        if len(self._workers) == 1:
+        if len(self._workers) == 1 and self._contexts is None:
             return [await self._workers[0].run(work, self._rendezvous)]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(worker.run(work, self._rendezvous), name=f"engine worker {rank}")
+                group.create_task(
+                    worker.run(work, self._rendezvous), name=f"engine worker {rank}", context=self._context(rank)
+                )
                 for rank, worker in enumerate(self._workers)
             ]
         return [task.result() for task in tasks]
+
+    def _context(self, rank: int) -> Context | None:
+        return None if self._contexts is None else self._contexts(rank)

@@ -111,6 +111,7 @@ class Scheduler:
         request = Request(spec, self._arrivals, self._groups)
         self._arrivals += 1
         self._requests[spec.request_id] = request
+        self._results.pop(spec.request_id, None)
         self._enqueue(request)
 
     @property
@@ -121,6 +122,19 @@ class Scheduler:
     def waits_for_connector(self) -> bool:
         """Nothing to run now, but a connector's report can change that."""
         return bool(self._loading or self._held or (self._waiting and self._connector is not None))
+
+    def in_use(self, request_id: str) -> bool:
+        """A request of this id has not ended, or its blocks are still read or written."""
+        return request_id in self._requests or request_id in self._held
+
+    def open_requests(self, *statuses: Status) -> list[str]:
+        """Requests that have not ended, in order of arrival; only those in one of `statuses`, if any are named."""
+        return [name for name, each in self._requests.items() if not statuses or each.status in statuses]
+
+    @property
+    def next_victim(self) -> str | None:
+        """Who would be preempted now."""
+        return self._victim().request_id if self._running else None
 
     def tokens_of(self, request_id: str) -> int:
         """Prompt and generated tokens of a request that has not ended."""
@@ -281,13 +295,15 @@ class Scheduler:
         return self._budget > 0 and len(self._running) < self._config.max_num_seqs
 
     def _admit_loaded(self, plan: StepPlan) -> None:
+        """Who does not fit is passed over: by priority the first may be the one for whom nothing was reserved, and only
+        the end of a later one makes room for it."""
         for request in sorted(self._loaded.values(), key=self._loaded_order):
             count = self._step_tokens(request, request.computed) if self._has_room() else 0
             if self._config.reserve_whole and self.tables.blocks_lacking(request) > self.pool.free_count:
-                return
+                continue
             new_blocks = self.tables.grow(request, request.computed + count) if count else None
             if new_blocks is None:
-                return
+                continue
             if self._connector is not None:
                 self._connector.after_alloc(request.view(), request.block_table(), 0)
             plan.fresh.extend(block for blocks in new_blocks for block in blocks)
