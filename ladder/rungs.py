@@ -17,7 +17,7 @@ One `Stage` per configuration: the engine, its oracles, the connector and the wo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -155,14 +155,18 @@ class LadderOracle(EngineOracle):
         self._cache = parts.cache
         self._hits = HitOracle(parts.layout, parts.findings)
         self.hashes: dict[str, list[bytes]] = {}  # of each request's whole sequence
-        self.tokens_of: Callable[[str], int] = lambda request_id: 0
         self.aborted: set[str] = set()  # in the current pass
         self._salts = {spec.request_id: spec.cache_salt for spec in parts.workload.requests}
         self._judged: dict[str, tuple[int, int | None, int]] = {}
         self.tokens_loaded = 0
         self.tokens_loadable = 0
 
+    def engine_restarted(self) -> None:
+        super().engine_restarted()
+        self._judged.clear()
+
     def asked(self, request_id: str, local_tokens: int, answer: int | None) -> None:
+        super().asked(request_id, local_tokens, answer)
         question = (local_tokens, answer, self._cache.lookup_of(request_id))
         if self._judged.get(request_id) == question:
             return  # the same answer to the same question, on the strength of the same lookup

@@ -89,6 +89,9 @@ class WatchedDevice:
             lost = [entry.writes & frozenset(blocks) for entry in self._open if _unfinished(entry)]
         return min((block for found in lost for block in found), default=None)
 
+    def given_away(self, block: int) -> None:
+        """Nobody asks when a thread's copies meet that."""
+
     def _blocks(self, copies: Sequence[Copy]) -> tuple[frozenset[int], frozenset[int]]:
         """(blocks read, blocks written). Told from where the first copy's memory lies: a batch has one direction."""
         blocks = frozenset(copy.block_id for copy in copies if copy.block_id >= 0)

@@ -6,8 +6,11 @@ of every live process, in the order in which the tasks were made:
     name, process, the innermost line of our own code, asyncio's wait (`Event.wait`, `Queue.get`, ...) or the label of
     the future, and the tasks it waits for.
 
-A ring of tasks that wait for each other is named. What a task waits for is read from the task and from the local
-variables of asyncio's own frames (TaskGroup, wait, gather); that is for reading only, nothing decides on it.
+A ring of tasks that wait for each other is named. Behind the tasks come the lines of whoever knows more: which request
+waits for which cell, lease or bytes (`SimLoop.explanations`).
+
+What a task waits for is read from the task and from the local variables of asyncio's own frames (TaskGroup, wait,
+gather); that is for reading only, nothing decides on it.
 """
 
 from __future__ import annotations
@@ -136,7 +139,7 @@ def _ring(waits: Mapping[int, Wait]) -> list[int]:
     return []
 
 
-def report(pending: Iterable[SimTask[Any]], header: str) -> str:
+def report(pending: Iterable[SimTask[Any]], header: str, explanations: Iterable[str] = ()) -> str:
     """The text of a `DeadlockError` over all pending tasks; those of crashed processes are only counted."""
     tasks = sorted(pending, key=lambda task: task.sequence)
     living = [task for task in tasks if task.incarnation is None or task.incarnation.alive]
@@ -148,4 +151,5 @@ def report(pending: Iterable[SimTask[Any]], header: str) -> str:
         lines.append("  ring: " + " -> ".join(names[number] for number in [*ring, ring[0]]))
     if len(tasks) > len(living):
         lines.append(f"  and {len(tasks) - len(living)} task(s) of crashed processes")
+    lines += ["  " + line for line in explanations]
     return "\n".join(lines)

@@ -16,7 +16,8 @@ One step of the pump:
     2.  If nothing is ready, the next SimPy event is processed, which moves time; without one, nobody can ever run
         again: `DeadlockError` says who waits for what.
     3.  Else the tie policy picks one of the ready entries (uniformly, unless told otherwise) and takes it out.
-    4.  If the entry belongs to a FIFO (callbacks of one future, a channel), the FIFO makes its next one ready.
+    4.  An entry whose process is stopped is put aside. If the entry belongs to a FIFO (callbacks of one future, a
+        channel), the FIFO makes its next one ready.
     5.  A cancelled entry, and one whose process is dead, is dropped. Any other goes into the trace and runs.
 
 asyncio promises that `call_soon` is first in, first out. Here it is not, on purpose. The promise is kept for the
@@ -44,10 +45,10 @@ import sys
 import threading
 import warnings
 from asyncio import events as asyncio_events
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
-from itertools import count
+from itertools import chain, count
 from types import TracebackType
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -59,7 +60,7 @@ from kvcore.sim.environment import SimEnvironment
 from kvcore.sim.fence import Fence
 from kvcore.sim.outside import NoOutsideLoop, refuse
 from kvcore.sim.process import CURRENT, Incarnation, SimProcess
-from kvcore.sim.schedule import TiePolicy, make_policy
+from kvcore.sim.schedule import TiePolicy, layered, make_policy
 from kvcore.sim.streams import Streams
 from kvcore.sim.tasks import SimFuture, SimHandle, SimTask
 from kvcore.sim.trace import Trace
@@ -95,10 +96,13 @@ class SimLoop(NoOutsideLoop):
         self.streams = Streams(seed)
         self.trace = Trace() if trace is None else trace
         self.callbacks_run = 0
+        self.explanations: list[Callable[[], Iterable[str]]] = []  # more lines for the reports of who waits for what
         if isinstance(schedule, str):
-            self.policy = make_policy(schedule, self.streams["schedule"], change_points)
+            given: TiePolicy = make_policy(schedule, self.streams["schedule"], change_points)
         else:
-            self.policy = schedule
+            given = schedule
+        self.policy, self.layers = layered(given)
+        self.timer_rules: list[Callable[[SimHandle], None]] = []  # each may move a timer of asyncio's when it is set
         ties = None if schedule == "fifo" else self.streams["schedule.simpy"]
         self.env = SimEnvironment(start_ns, ties)
         self.trace.now_ns = self.now_ns
@@ -170,12 +174,26 @@ class SimLoop(NoOutsideLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> SimHandle:
-        return self.call_at_ns(self.now_ns() + round(delay * NS_PER_SECOND), callback, *args, context=context)
+        return self._timer(self.now_ns() + round(delay * NS_PER_SECOND), callback, args, context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> SimHandle:
-        return self.call_at_ns(round(when * NS_PER_SECOND), callback, *args, context=context)
+        return self._timer(round(when * NS_PER_SECOND), callback, args, context)
+
+    def _timer(
+        self, when_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> SimHandle:
+        """A timer of asyncio's goes by the clock of its process; those in nanoseconds are the world's own."""
+        handle = self.make_handle(callback, args, context, when_ns)
+        handle.is_timer = True
+        if self._closed:
+            self._refuse_closed(handle)
+            return handle
+        for rule in self.timer_rules:
+            rule(handle)
+        self.arm(handle)
+        return handle
 
     def call_later_ns(
         self, delay_ns: int, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -207,6 +225,21 @@ class SimLoop(NoOutsideLoop):
             assert event.callbacks is not None
             event.callbacks.append(self._take_in)
         due.append(handle)
+
+    def hasten(self, handles: Iterable[SimHandle], by_ns: int) -> None:
+        """Timers that are under way come so much earlier."""
+        for handle in handles:
+            self._timers[handle.when_ns].remove(handle)
+            handle.when_ns -= by_ns
+            self.arm(handle)
+
+    def timers_of(self, process: SimProcess) -> list[SimHandle]:
+        """The timers of asyncio that are under way in the present life of a process."""
+        return [
+            handle
+            for handle in chain(*self._timers.values())
+            if handle.is_timer and not handle.cancelled() and handle._context.get(CURRENT) is process.life
+        ]
 
     def _take_in(self, event: Any) -> None:
         """The instant of `event` has come: its timers join what is ready."""
@@ -268,6 +301,10 @@ class SimLoop(NoOutsideLoop):
         """Mark dead and keep every pending task of that life referenced. For `SimProcess.crash`."""
         incarnation.alive = False
         self._buried.extend(task for task in self._pending() if task.incarnation is incarnation)
+
+    def put_back(self, handles: Sequence[SimHandle]) -> None:
+        """Entries that were taken out and not run are ready again. For `SimProcess.resume`."""
+        self._ready.extend(handles)
 
     def channel(self, label: str) -> Channel:
         """A queue of deliveries that keeps its order."""
@@ -358,7 +395,7 @@ class SimLoop(NoOutsideLoop):
             self.trace.flush_picks()
 
     def _pump(self, until_idle: bool) -> None:
-        env, ready, choose, current = self.env, self._ready, self.policy.choose, CURRENT
+        env, ready, policy, current = self.env, self._ready, self.policy, CURRENT
         peek, step, picks = env.peek, env.step, self.trace.picks
         now = env.now
         picks.append(~now)  # type: ignore[operator]
@@ -375,13 +412,15 @@ class SimLoop(NoOutsideLoop):
                 now = env.now
                 picks.append(~now)  # type: ignore[operator]
                 continue
-            handle = ready.pop(choose(ready) if len(ready) > 1 else 0)
+            handle = ready.pop(policy.choose(ready) if len(ready) > 1 else 0)
+            incarnation = handle._context.get(current)
+            if incarnation is not None and incarnation.gate is not None and incarnation.gate(handle):
+                continue
             if handle.fifo is not None:
                 handle.fifo.taken(handle)
             callback = handle._callback
             if callback is None:
                 continue
-            incarnation = handle._context.get(current)
             if incarnation is not None and not incarnation.alive:
                 continue
             picks.append(handle.sequence)
@@ -404,16 +443,23 @@ class SimLoop(NoOutsideLoop):
             self._instant_began = self.callbacks_run
         elif self.callbacks_run - self._instant_began > _CALLBACKS_AT_ONE_INSTANT_MAX:
             header = f"{_CALLBACKS_AT_ONE_INSTANT_MAX} callbacks have run at {self.now_ns()} ns: time stands still"
-            self.fail(LivelockError(self._waits(header)))
+            self.fail(LivelockError(self.waits(header)))
 
     def _deadlock(self) -> None:
         main = self._main
         name = main.get_name() if isinstance(main, asyncio.Task) else "no main task"
         header = f"deadlock at {self.now_ns()} ns: nothing is left to run while {name} waits"
-        self.fail(DeadlockError(self._waits(header)))
+        self.fail(DeadlockError(self.waits(header)))
 
-    def _waits(self, header: str) -> str:
-        return report(self._pending(), header)
+    @property
+    def nothing_left(self) -> bool:
+        """Nothing is left to run, now or later. Looks at every timer."""
+        handles = chain(self._ready, *self._timers.values())
+        return all(handle.cancelled() for handle in handles)
+
+    def waits(self, header: str) -> str:
+        """Who waits for what now: all pending tasks, and what the explanations add."""
+        return report(self._pending(), header, [line for explain in self.explanations for line in explain()])
 
     # Failures
 

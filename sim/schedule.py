@@ -13,13 +13,18 @@ a schedule on any policy's run. That is what the shrinker works on: first in, fi
                    uniform in magnitude. There is one more every `PATIENCE` ties, so that tasks that poll at one
                    instant cannot starve the rest for ever.
     ReplayTies     first in, first out except at the ties named.
+    LayeredTies    any policy, with layers that come and go while the loop runs: each sees what is ready and may ask the
+                   one below. A recorder stands above all layers, so that a replay needs none of them; over a replay
+                   layers have no effect.
+    Starvation     a layer: whoever matches is never picked while anybody else is ready, for a bounded number of ties.
 
 A policy is held by its loop and is good for one run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from kvcore.sim.streams import RandomStream
@@ -74,7 +79,7 @@ class FifoTies:
 class PriorityTies:
     """Random task priorities, changed at few points."""
 
-    __slots__ = ("_changes", "_floor", "_known", "_priorities", "_stream", "ties")
+    __slots__ = ("_changes", "_floor", "_known", "_priorities", "_stream", "on_switch", "ties")
 
     def __init__(self, stream: RandomStream, change_points: int) -> None:
         self._stream = stream
@@ -84,14 +89,18 @@ class PriorityTies:
             1 + stream.getrandbits(stream.randint(_CHANGE_BITS_MIN, _CHANGE_BITS_MAX)) for _ in range(change_points)
         }  # asked only for membership, never iterated
         self._floor = 0
+        self.on_switch: Callable[[], None] | None = None  # a demotion has changed who runs
         self.ties = 0
 
     def choose(self, ready: Sequence[ReadyEntry]) -> int:
         index = self._highest(ready)
         self.ties += 1
         if self.ties in self._changes or self.ties % PATIENCE == 0:
+            would_run = index
             self._demote(ready[index].actor)
             index = self._highest(ready)
+            if index != would_run and self.on_switch is not None:
+                self.on_switch()
         self._known.pop(ready[index].sequence)
         return index
 
@@ -140,19 +149,90 @@ class ReplayTies:
 class RecordingTies:
     """Any policy, with every choice other than first in, first out written down for `ReplayTies`."""
 
-    __slots__ = ("_inner", "exceptions", "ties")
+    __slots__ = ("exceptions", "inner", "ties")
 
     def __init__(self, inner: TiePolicy) -> None:
-        self._inner = inner
+        self.inner = inner
         self.exceptions: dict[int, int] = {}
         self.ties = 0
 
     def choose(self, ready: Sequence[ReadyEntry]) -> int:
-        index = self._inner.choose(ready)
+        index = self.inner.choose(ready)
         if index:
             self.exceptions[self.ties] = index
         self.ties += 1
         return index
+
+
+Choose = Callable[[Sequence[ReadyEntry]], int]
+Layer = Callable[[Choose, Sequence[ReadyEntry]], int]
+"""(how the policy below would choose, ready) -> index."""
+
+
+class LayeredTies:
+    """A policy and the layers over it; the one added last is asked first."""
+
+    __slots__ = ("_base", "_layers", "choose")
+
+    choose: Choose
+
+    def __init__(self, base: TiePolicy) -> None:
+        self._base = base
+        self._layers: dict[int, Layer] = {}
+        self.choose = base.choose
+
+    def add(self, layer: Layer) -> Callable[[], None]:
+        """The answer takes the layer away again."""
+        if isinstance(self._base, ReplayTies):
+            return lambda: None  # what is replayed has the layers' choices in it
+        number = max(self._layers, default=0) + 1
+        self._layers[number] = layer
+        self._stack()
+
+        def remove() -> None:
+            self._layers.pop(number, None)
+            self._stack()
+
+        return remove
+
+    def _stack(self) -> None:
+        choose: Choose = self._base.choose
+        for layer in self._layers.values():
+            choose = partial(layer, choose)
+        self.choose = choose
+
+
+class Starvation:
+    """A layer: entries for which `starved` is true run only when nothing else is ready, for `ties` of the ties in which
+    one was passed over. `on_pass` is called at each of those."""
+
+    __slots__ = ("_on_pass", "_starved", "ties")
+
+    def __init__(self, starved: Callable[[ReadyEntry], bool], ties: int, on_pass: Callable[[], None]) -> None:
+        self._starved = starved
+        self._on_pass = on_pass
+        self.ties = ties
+
+    def __call__(self, below: Choose, ready: Sequence[ReadyEntry]) -> int:
+        if self.ties <= 0:
+            return below(ready)
+        others = [index for index, entry in enumerate(ready) if not self._starved(entry)]
+        if not others or len(others) == len(ready):
+            return below(ready)
+        self.ties -= 1
+        self._on_pass()
+        return others[below([ready[index] for index in others]) if len(others) > 1 else 0]
+
+
+def layered(policy: TiePolicy) -> tuple[TiePolicy, LayeredTies]:
+    """The policy with room for layers, and where to add them: below a recorder, if it has one."""
+    if isinstance(policy, RecordingTies):
+        policy.inner, layers = layered(policy.inner)
+        return policy, layers
+    if isinstance(policy, LayeredTies):
+        return policy, policy
+    layers = LayeredTies(policy)
+    return layers, layers
 
 
 def make_policy(schedule: str, stream: RandomStream, change_points: int) -> TiePolicy:

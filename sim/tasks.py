@@ -73,7 +73,7 @@ class Fifo(Protocol):
 class SimHandle(asyncio.TimerHandle):
     """One entry of the loop: a callback to run once, at `when_ns` or as soon as it is picked."""
 
-    __slots__ = ("fifo", "following", "future", "sequence", "when_ns")
+    __slots__ = ("fifo", "following", "future", "is_timer", "sequence", "when_ns")
 
     _callback: Callable[..., object] | None
     _args: tuple[Any, ...]
@@ -90,6 +90,7 @@ class SimHandle(asyncio.TimerHandle):
         self.sequence = sequence
         self.when_ns = when_ns
         self.fifo: Fifo | None = None
+        self.is_timer = False  # of asyncio: it goes by the clock of its process
 
     following: SimHandle | None
     future: asyncio.Future[Any]

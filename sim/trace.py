@@ -16,8 +16,9 @@ go into it:
 
     1.  `event` first hashes the picks that came before it, so the order of the two kinds is part of the hash.
     2.  It then hashes the encoded event, and, only if asked for, keeps it and writes it as a line of text.
-    3.  Last it calls the subscribers. An exception of a subscriber (an oracle that found a violation) must not enter
-        the code that is being watched, which could swallow it: it goes to `on_error`, which ends the run.
+    3.  Last it calls the subscribers, found by the label: an event that nobody wants costs one look into a dict. An
+        exception of a subscriber (an oracle that found a violation) must not enter the code that is being watched,
+        which could swallow it: it goes to `on_error`, which ends the run.
 
 Rejected: `repr` of the fields (default reprs hold addresses), `marshal` (differs between versions), one hash update
 per pick (three times the price of the pick itself).
@@ -84,10 +85,11 @@ class Trace:
 
     __slots__ = (
         "_encode",
+        "_everything",
         "_hasher",
         "_keep",
         "_muted",
-        "_subscribers",
+        "_of_label",
         "_text_to",
         "event_count",
         "events",
@@ -106,14 +108,18 @@ class Trace:
         self.on_error: Callable[[BaseException], None] = _raise
         self._keep = keep or keep_picks
         self._text_to = text_to
-        self._subscribers: list[tuple[frozenset[str] | None, Subscriber]] = []
+        self._everything: list[Subscriber] = []  # who hears of labels that nobody named
+        self._of_label: dict[str, list[Subscriber]] = {}
         self._muted = False
         self._hasher = xxhash.xxh3_128()
         self._encode = msgspec.msgpack.Encoder().encode
 
     def subscribe(self, subscriber: Subscriber, *labels: str) -> None:
         """Call `subscriber` with every event, or only with those that carry one of the `labels`."""
-        self._subscribers.append((frozenset(labels) or None, subscriber))
+        for label in labels:
+            self._of_label.setdefault(label, [*self._everything]).append(subscriber)
+        for listeners in () if labels else (self._everything, *self._of_label.values()):
+            listeners.append(subscriber)
 
     def event(self, label: str, *fields: Field) -> None:
         if self._muted:
@@ -127,20 +133,20 @@ class Trace:
             encoded = self._encode((time_ns, label, tuple(map(_plain, fields))))
         self._hasher.update(_EVENT_FOLLOWS + encoded)
         self.event_count += 1
-        if self._keep or self._text_to is not None or self._subscribers:
-            self._publish(TraceEvent(time_ns, label, fields))
+        listeners = self._of_label.get(label, self._everything)
+        if listeners or self._keep or self._text_to is not None:
+            self._publish(TraceEvent(time_ns, label, fields), listeners)
 
-    def _publish(self, event: TraceEvent) -> None:
+    def _publish(self, event: TraceEvent, listeners: list[Subscriber]) -> None:
         if self._keep:
             self.events.append(event)
         if self._text_to is not None:
             self._text_to.write(event.line() + "\n")
-        for labels, subscriber in self._subscribers:
-            if labels is None or event.label in labels:
-                try:
-                    subscriber(event)
-                except Exception as error:
-                    self.on_error(error)
+        for subscriber in listeners:
+            try:
+                subscriber(event)
+            except Exception as error:
+                self.on_error(error)
 
     def flush_picks(self) -> None:
         """Hash the picks that have gathered."""

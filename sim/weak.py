@@ -30,6 +30,11 @@ class WeakLocks:
         self.unlocks_ignored = 0
         self._looked_up: dict[TaskId, list[ObjectKey]] = {}
 
+    @property
+    def work_inflight(self) -> int:
+        """Pieces of blocking work of the inner adapter that have not ended."""
+        return int(getattr(self.inner, "work_inflight", 0))
+
     def submit_store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
         return self.inner.submit_store(keys, buffers)
 

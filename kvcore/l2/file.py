@@ -194,7 +194,7 @@ class FileBackend:
             self._make_directory(directory)
             temporary = self._temporary_name(directory + "/")
             try:
-                self._files.write(temporary, [envelope.encode_header(key, payload), payload])
+                self._write_temporary(directory, temporary, [envelope.encode_header(key, payload), payload])
                 self._files.rename(temporary, name)
             except Exception as error:
                 self._directories.discard(directory)  # perhaps it is gone
@@ -217,6 +217,14 @@ class FileBackend:
                 self._unlink(temporary)
                 self._leftovers.pop(key)
             self._unlink(record_name(key))
+
+    def _write_temporary(self, directory: str, temporary: str, parts: list[bytes | memoryview]) -> None:
+        try:
+            self._files.write(temporary, parts)
+        except FileNotFoundError:  # somebody has emptied the place while we use it: make the directory again, once
+            self._directories.discard(directory)
+            self._make_directory(directory)
+            self._files.write(temporary, parts)
 
     def _make_directory(self, directory: str) -> None:
         if directory in self._directories:

@@ -23,6 +23,7 @@ from kvcore.sim.engine.device import PagedMemory
 from kvcore.sim.engine.probe import NullProbe
 from kvcore.sim.engine.request import Request
 from kvcore.sim.engine.step import StepEntry
+from kvcore.sim.marks.engine import EngineMarks
 from kvcore.sim.model import FingerprintModel, Layer
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.truth import Truth
@@ -34,6 +35,10 @@ class CopyWatch(Protocol):
     def overwritten(self, blocks: Collection[int]) -> int | None: ...
 
     def torn(self, blocks: Collection[int]) -> int | None: ...
+
+    def given_away(self, block: int) -> None:
+        """The block has a new owner, while copies of the old one may still touch it."""
+        ...
 
 
 class EngineOracle(NullProbe):
@@ -60,8 +65,22 @@ class EngineOracle(NullProbe):
         self._right: dict[str, bool] = {}
         self._wrong: dict[str, list[str]] = {}  # findings that a failed load would still explain
         self.preemptions_store_inflight = 0
+        self.tokens_of: Callable[[str], int] = lambda request_id: 0  # set by whoever knows the scheduler
+        self._marks = EngineMarks(findings.sometimes, layout, findings.now_ns, stores_inflight, self._admitted)
+
+    def engine_restarted(self) -> None:
+        """The engine has crashed and begins anew: what was under way has no outcome."""
+        self._admitted.clear()
+        self._right.clear()
+        self._wrong.clear()
+        self._findings.tokens_taken = 0
+        self._marks.engine_restarted()
 
     # ---- blocks
+
+    def block_allocated(self, block: int, request_id: str) -> None:
+        for device in self._devices:
+            device.given_away(block)
 
     def forward_writes(self, rank: int, blocks: Sequence[int]) -> None:
         self._check_free(rank, blocks, "the forward pass")
@@ -80,12 +99,18 @@ class EngineOracle(NullProbe):
 
     # ---- what is attended to
 
+    def asked(self, request_id: str, local_tokens: int, answer: int | None) -> None:
+        self._marks.asked(request_id, answer)
+
     def request_admitted(self, request_id: str, local_tokens: int, external_tokens: int) -> None:
         self._convict(request_id)
         if local_tokens or external_tokens:
             self._admitted[request_id] = (local_tokens, external_tokens)
+        self._findings.tokens_taken += external_tokens
+        self._marks.admitted(request_id, local_tokens, external_tokens, self.tokens_of(request_id))
 
     def load_ended(self, request_id: str, valid_tokens: int, promised_tokens: int) -> None:
+        self._marks.load_ended(request_id, valid_tokens, promised_tokens)
         if valid_tokens < promised_tokens:
             self._admitted.pop(request_id, None)  # what it attends to from now on was computed here
             self._wrong.pop(request_id, None)
@@ -97,14 +122,17 @@ class EngineOracle(NullProbe):
             self._report("bytes", text)
 
     def preempted(self, request_id: str) -> None:
+        self._marks.preempted(request_id)
         self._convict(request_id)
         self._admitted.pop(request_id, None)
         self.preemptions_store_inflight += self._stores_inflight(request_id) > 0
 
     def request_finished(self, request_id: str, tokens: Sequence[int]) -> None:
+        self._marks.finished(request_id)
         self._convict(request_id)
 
     def request_aborted(self, request_id: str) -> None:
+        self._marks.aborted(request_id)
         self._convict(request_id)
         self._admitted.pop(request_id, None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from kvcore.groups import CacheLayout, GroupKind
+from kvcore.sim.marks.engine import ACROSS_HOLE
 from kvcore.sim.oracles.findings import Findings
 
 Cell = tuple[int, int, bytes]
@@ -84,3 +85,14 @@ class HitOracle:
                 f"{request_id}: promised {answer} tokens beyond {local_tokens}, brute force over the cells under"
                 f" lease says {max(0, tokens - local_tokens)}",
             )
+        if answer:
+            self._mark_hole(local_tokens + answer, hashes, held, skip)
+
+    def _mark_hole(self, tokens: int, hashes: Sequence[bytes], held: Collection[Cell], skip: int) -> None:
+        for group, spec in enumerate(self._layout.groups):
+            if spec.kind is not GroupKind.WINDOW:
+                continue
+            assert spec.window_tokens is not None
+            first = max(0, tokens - spec.window_tokens + 1) // self._layout.chunk_tokens
+            if any((group, 0, digest) not in held for digest in hashes[skip:first]):
+                self._findings.sometimes.hit(ACROSS_HOLE)

@@ -2,8 +2,9 @@
 
 It keeps its own, simpler book of staging and leases from the calls and their answers alone, and says so when an answer
 cannot be right: something published that was aborted or had expired, a lease released that was never taken or a second
-time, an object shown to readers that nobody published, bytes that are not the key's. Memory is judged by `check()` at
-rest and by the sum of used and free after every call.
+time, an object shown to readers that nobody published, a copy into or out of memory that its owner has no right to,
+bytes that are not the key's. Memory is judged by `check()` and against the slots that were handed out, at rest, and by
+the sums of its parts after every call that can change them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from typing import Any
 from kvcore.answers import Answer
 from kvcore.keys import ObjectKey
 from kvcore.l1 import L1Cache
+from kvcore.l1_statistics import L1Statistics
 from kvcore.leases import Owner
-from kvcore.memory import Slot
+from kvcore.memory import Slot, SlotState
 from kvcore.ports import Tracer
+from kvcore.sim.marks.l1 import L1Marks
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.truth import Truth
 
 _DONE_WRITING = (Answer.PUBLISHED, Answer.DISCARDED, Answer.MISMATCH)
+
+
+class LoadBook(dict[ObjectKey, str]):
+    """Which adapter is loading a key. `failed`: keys whose last load has failed, and where; none may be published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: dict[ObjectKey, str] = {}
 
 
 class WatchedL1(L1Cache):
@@ -28,6 +39,13 @@ class WatchedL1(L1Cache):
 
     def __init__(self, name: str, truth: Truth, findings: Findings, tracer: Tracer, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._marks = L1Marks(findings.sometimes)
+        if self._observer is None:
+            self._observer = self._marks
+        self.loads = LoadBook()
+        self._handed_out: dict[Slot, None] = {}  # every slot since the last rest
+        self._published = 0  # by our own count
+        self.bytes_from_stores = 0  # published or discarded under tags of the prefetch
         self._name = name
         self._truth = truth
         self._findings = findings
@@ -43,18 +61,41 @@ class WatchedL1(L1Cache):
     def reserve_write(
         self, tag: str, keys: Sequence[ObjectKey], sizes: int | Sequence[int], **more: Any
     ) -> tuple[list[Answer], list[Slot | None]]:
+        evictions = self._counters.evictions
         answers, slots = super().reserve_write(tag, keys, sizes, **more)
-        for key, answer in zip(keys, answers):
+        for key, answer, slot in zip(keys, answers, slots):
             if answer is Answer.RESERVED:
                 if (tag, key) in self._staged:
                     self._report("visibility", f"{tag} staged a key twice")
                 self._staged[tag, key] = more.get("deadline_ns")
+                assert slot is not None
+                self._handed_out[slot] = None
+        self._mark_reserved(answers, slots, sizes, self._counters.evictions - evictions)
+        self._check_sums("reserve_write")
         self._note("l1.reserve", tag, answers)
         return answers, slots
+
+    def _mark_reserved(
+        self, answers: Sequence[Answer], slots: Sequence[Slot | None], sizes: int | Sequence[int], evicted: int
+    ) -> None:
+        self._marks.reserved(answers, slots)
+        if evicted:
+            self._marks.evicted(next(iter(self._resident.values()), None))
+        if Answer.NO_SPACE in answers:
+            size = sizes if isinstance(sizes, int) else sizes[answers.index(Answer.NO_SPACE)]
+            self._marks.refused(evicted, size, self._arena.largest_free, self._arena.bytes_free)
+
+    def hold_write(self, holder: str, tag: str, keys: Sequence[ObjectKey]) -> list[Slot | None]:
+        slots = super().hold_write(holder, tag, keys)
+        for key, slot in zip(keys, slots):
+            if slot is not None and (slot.state is not SlotState.STAGING or (tag, key) not in self._staged):
+                self._report("visibility", f"{holder} was given {slot} to write, which {tag} does not stage")
+        return slots
 
     def finish_write(self, tag: str, keys: Sequence[ObjectKey], **more: Any) -> list[Answer]:
         answers = super().finish_write(tag, keys, **more)
         self._finished(tag, keys, answers)
+        self._marks.finished(answers, leased=False)
         return answers
 
     def finish_write_and_reserve_read(
@@ -65,18 +106,26 @@ class WatchedL1(L1Cache):
         for owner in owners:
             read = [key for key, answer in zip(keys, answers) if answer in (Answer.PUBLISHED, Answer.DISCARDED)]
             self._take(owner, read, more.get("deadline_ns"))
+        self._marks.finished(answers, leased=bool(owners))
         return answers
 
     def _finished(self, tag: str, keys: Sequence[ObjectKey], answers: Sequence[Answer]) -> None:
+        loaded = tag.startswith("prefetch")
+        self._check_sums("finish_write")
         for key, answer in zip(keys, answers):
+            if loaded and answer is Answer.PUBLISHED and key in self.loads.failed:
+                self._report("visibility", f"{tag} published a key whose load from {self.loads.failed[key]} had failed")
+            self._published += answer is Answer.PUBLISHED
             if answer in _DONE_WRITING and self._staged.pop((tag, key), self) is self:
                 self._report("visibility", f"{tag}: {answer.value} although it was aborted, expired or never reserved")
             slot = self.slot_of(key)
+            if loaded and slot is not None and answer in (Answer.PUBLISHED, Answer.DISCARDED):
+                self.bytes_from_stores += slot.size
             if answer is not Answer.PUBLISHED or slot is None:
                 continue
             right = self._truth.check(key, self.view(slot), f"published in {self._name} by {tag}")
             self.ever_published[key] = None
-            if not tag.startswith("prefetch"):
+            if not loaded:
                 self._findings.stores_verified += right
         self._note("l1.finish", tag, answers)
 
@@ -85,6 +134,8 @@ class WatchedL1(L1Cache):
         for key, answer in zip(keys, answers):
             if answer is Answer.ABORTED and self._staged.pop((tag, key), self) is self:
                 self._report("visibility", f"{tag} aborted what it had not staged")
+        self._marks.aborted(answers)
+        self._check_sums("abort_write")
         self._note("l1.abort", tag, answers)
         return answers
 
@@ -94,7 +145,23 @@ class WatchedL1(L1Cache):
         answers = super().reserve_read(owner, keys, **more)
         read = [key for key, answer in zip(keys, answers) if answer is Answer.RESERVED]
         self._take(owner, read, more.get("deadline_ns"))
+        self._marks.read(answers, bool(read) and self._resident[read[0]].readers > 1)
         self._note("l1.read", owner.session, answers)
+        return answers
+
+    def hold_read(self, holder: str, owner: Owner, keys: Sequence[ObjectKey]) -> list[Slot | None]:
+        slots = super().hold_read(holder, owner, keys)
+        taken = self._taken.get(owner, {})
+        for key, slot in zip(keys, slots):
+            if slot is not None and (slot.state is not SlotState.RESIDENT or key not in taken):
+                self._report("visibility", f"{holder} was given {slot} to read, on which {owner} has no lease")
+        return slots
+
+    def unhold(self, holder: str, slots: Sequence[Slot | None]) -> list[Answer]:
+        drained = [slot for slot in slots if slot is not None and slot.state is SlotState.DRAINING]
+        answers = super().unhold(holder, slots)
+        self._marks.unheld(drained)
+        self._check_sums("unhold")
         return answers
 
     def _take(self, owner: Owner, keys: Iterable[ObjectKey], deadline_ns: int | None) -> None:
@@ -120,9 +187,13 @@ class WatchedL1(L1Cache):
 
     def finish_read(self, owner: Owner, keys: Sequence[ObjectKey]) -> list[Answer]:
         answers = super().finish_read(owner, keys)
+        gone = 0
         for key, answer in zip(keys, answers):
             if answer is Answer.RELEASED:
                 self._give_back(owner, key)
+                gone += key not in self._resident
+        self._marks.unread(answers, gone)
+        self._check_sums("finish_read")
         self._note("l1.unread", owner.session, answers)
         return answers
 
@@ -148,7 +219,10 @@ class WatchedL1(L1Cache):
         return count
 
     def expire(self, now_ns: int) -> int:
+        if self._holds.count:
+            self._mark_expiring(now_ns)
         count = super().expire(now_ns)
+        self._check_sums("expire")
         self._staged = {held: end for held, end in self._staged.items() if end is None or end > now_ns}
         for owner, taken in list(self._taken.items()):
             for key, deadlines in list(taken.items()):
@@ -159,6 +233,17 @@ class WatchedL1(L1Cache):
                     del taken[key]
             self._forget_empty(owner)
         return count
+
+    def _mark_expiring(self, now_ns: int) -> None:
+        for taken in self._taken.values():
+            for key, deadlines in taken.items():
+                if any(end is not None and end <= now_ns for end in deadlines):
+                    self._marks.lease_expired(self.slot_of(key))
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[Answer]:
+        answers = super().delete(keys)
+        self._check_sums("delete")
+        return answers
 
     # ---- at rest
 
@@ -182,10 +267,7 @@ class WatchedL1(L1Cache):
             self._report(
                 "leases", f"at rest, {len(self._taken)} owners' leases and {len(self._staged)} staged keys are open"
             )
-        if state.bytes_used + state.bytes_free != state.bytes_capacity:
-            self._report("memory", f"used {state.bytes_used} + free {state.bytes_free} != {state.bytes_capacity}")
-        if state.bytes_used != state.bytes_resident + state.bytes_staging + state.bytes_draining:
-            self._report("memory", f"used {state.bytes_used} is not resident + staging + draining: {state}")
+        self._check_memory(state)
         try:
             self.check()
         except AssertionError as error:
@@ -195,7 +277,25 @@ class WatchedL1(L1Cache):
             assert slot is not None
             self._truth.check(key, self.view(slot), f"resident in {self._name}")
 
+    def _check_memory(self, state: L1Statistics) -> None:
+        """What L1 says of its bytes, against the slots it has handed out and not freed since."""
+        if state.bytes_used + state.bytes_free != state.bytes_capacity:
+            self._report("memory", f"used {state.bytes_used} + free {state.bytes_free} != {state.bytes_capacity}")
+        self._handed_out = {slot: None for slot in self._handed_out if slot.state is not SlotState.FREE}
+        out = sum(slot.extent for slot in self._handed_out)
+        if state.bytes_used != out:
+            self._report("memory", f"used {state.bytes_used}, but the slots handed out and not freed have {out}")
+        if state.published != self._published:
+            self._report("counters", f"{state.published} objects published, {self._published} were seen to be")
+
     # ---- helpers
+
+    def _check_sums(self, call: str) -> None:
+        """used = resident + staging + draining, after every call."""
+        parts = self._counters.bytes_resident + self._staging.bytes + self._counters.bytes_draining
+        used = self._room.bytes_used
+        if used != parts:
+            self._report("memory", f"after {call}, used {used} is not resident + staging + draining, {parts}")
 
     def _report(self, oracle: str, text: str) -> None:
         self._findings.report(oracle, f"L1 {self._name}: {text}")

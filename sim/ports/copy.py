@@ -14,6 +14,9 @@ overwrites them. Compute work runs at the end of its duration. A cancelled head 
 The process that owns the device may die: then nothing moves any more, no ticket ends and no callback runs, in the same
 way as a driver tears down the context of a killed process.
 
+What goes wrong is in `rules` (`device_rules.py`): a submission refused at once, a page that fails, times that grow, a
+stream that stands still while the others run.
+
 For the oracles: `on_begin`, `on_read`, `on_write` and `on_end` are called at the very moment; `inflight_reads` and
 `inflight_writes` tell which blocks unfinished tickets still name. Which side of a copy is the engine's block is seen
 from the memory: `register_pages` says where the paged KV lies. A ticket counts until it is *done*, also for pages that
@@ -28,7 +31,7 @@ Who holds, announces, frees: as in `kvcore.runtime.copy`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, unique
 from typing import Any
@@ -41,8 +44,9 @@ from kvcore.ports import Copy, DeviceEvent
 from kvcore.runtime.copy import COMPUTE_STREAM, CopyCancelled, matched_arrays
 from kvcore.sim.channel import Channel
 from kvcore.sim.loop import SimLoop
+from kvcore.sim.ports.device_rules import DeviceRules
 from kvcore.sim.ports.owner import Owner
-from kvcore.sim.process import SimProcess
+from kvcore.sim.process import SimProcess, runs_while_stopped
 
 Array = npt.NDArray[Any]
 
@@ -119,7 +123,7 @@ class SimCopyEngine:
 
     `page_ns` is the range of one page's time (`page_ns_of[stream]` where a stream has its own), `tail_ns` that from
     the last page to done. `fault(copy)` may answer an exception: then this page does not move and the batch ends with
-    it.
+    it. `rules` are those of this device's name, if the world has any.
     """
 
     def __init__(
@@ -130,7 +134,10 @@ class SimCopyEngine:
         page_ns: tuple[int, int] = (200, 4_000),
         tail_ns: tuple[int, int] = (0, 0),
         stream: str = "device",
+        rules: DeviceRules | None = None,
     ) -> None:
+        self.rules = DeviceRules() if rules is None else rules
+        self.bytes_moved: Counter[str] = Counter()  # by stream, of the batches that ended without an error
         self.on_begin: Callable[[SimTicket], None] | None = None
         self.on_end: Callable[[SimTicket], None] | None = None
         self.on_read: Callable[[Copy], None] | None = None
@@ -170,6 +177,11 @@ class SimCopyEngine:
 
     def submit(self, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> SimTicket:
         arrays = [matched_arrays(copy) for copy in copies]
+        self._check_open()
+        refused = self.rules.refusal(stream, copies)
+        if refused is not None:
+            self._loop.trace.event("copy.refuse", self._name, stream, len(copies))
+            raise refused
         ticket = self._new_ticket(stream, after)
         ticket.copies, ticket.arrays = tuple(copies), arrays
         self._count_inflight(ticket)
@@ -204,6 +216,11 @@ class SimCopyEngine:
         if self._writes.keys().isdisjoint(blocks):
             return None
         return next((block for block in blocks if block in self._writes), None)
+
+    def given_away(self, block: int) -> None:
+        """The engine gives the block to somebody else; tell the rules if a copy still reads it."""
+        if block in self._reads and self._owner.alive:
+            self.rules.reused(block)
 
     def inflight_reads(self) -> dict[int, list[SimTicket]]:
         """Per engine block: the unfinished tickets that read it, in the order of their submission."""
@@ -277,6 +294,7 @@ class SimCopyEngine:
         # In the owner's context: the loop drops the steps of a dead process.
         self._loop.call_later_ns(delay_ns, step, *args, context=self._owner.context())
 
+    @runs_while_stopped
     def _look(self, stream: _Stream) -> None:
         while stream.jobs and stream.jobs[0].done:
             stream.jobs.popleft()
@@ -292,22 +310,34 @@ class SimCopyEngine:
         if self.on_begin is not None:
             self.on_begin(ticket)
         if ticket.fn is not None:
-            self._later(ticket.fn_ns, self._compute, ticket)
+            self._go_on(ticket, ticket.fn_ns, True, self._compute, ticket)
         else:
             self._next_page(ticket, 0)
 
     def _next_page(self, ticket: SimTicket, index: int) -> None:
         if index < len(ticket.copies):
             page_ns = self.page_ns_of.get(ticket.stream.name, self.page_ns)
-            self._later(self._random.random_ns(*page_ns), self._page, ticket, index)
+            self._go_on(ticket, self._random.random_ns(*page_ns), False, self._page, ticket, index)
         else:
-            self._later(self._random.random_ns(*self.tail_ns), self._end, ticket, None)
+            self._go_on(ticket, self._random.random_ns(*self.tail_ns), True, self._end, ticket, None)
 
+    def _go_on(self, ticket: SimTicket, delay_ns: int, last: bool, step: Callable[..., None], *args: Any) -> None:
+        """The next step of a ticket that has begun; `last`: its end."""
+        if self.rules.on_time:
+            self._later(delay_ns, step, *args)
+            return
+        name = ticket.stream.name
+        delay_ns += self.rules.delay_ns(name, last)
+        if not self.rules.hold(name, lambda: self._later(delay_ns, step, *args)):
+            self._later(delay_ns, step, *args)
+
+    @runs_while_stopped
     def _page(self, ticket: SimTicket, index: int) -> None:
         assert self._owner.alive
         assert ticket.state is JobState.BEGUN
         copy = ticket.copies[index]
         error = self.fault(copy) if self.fault is not None else None
+        error = error or self.rules.failure(ticket.stream.name, copy)
         if error is None:
             error = self._move(copy, *ticket.arrays[index])
         if error is not None:
@@ -326,6 +356,7 @@ class SimCopyEngine:
             self.on_write(copy)
         return None
 
+    @runs_while_stopped
     def _compute(self, ticket: SimTicket) -> None:
         assert self._owner.alive
         assert ticket.fn is not None
@@ -345,17 +376,22 @@ class SimCopyEngine:
         self._complete(ticket, CopyCancelled("cancelled before it had begun"))
         return True
 
+    @runs_while_stopped
     def _end(self, ticket: SimTicket, error: BaseException | None) -> None:
         assert self._owner.alive
         assert ticket.state is JobState.BEGUN
         assert ticket.stream.jobs[0] is ticket
         self._trace("copy.end", ticket, int(error is None))
+        if error is not None:
+            self._trace("copy.fail", ticket)
         self._complete(ticket, error)
         if self.on_end is not None:
             self.on_end(ticket)
 
     def _complete(self, ticket: SimTicket, error: BaseException | None) -> None:
         ticket.state, ticket._error = JobState.DONE, error
+        if error is None and ticket.arrays:
+            self.bytes_moved[ticket.stream.name] += sum(target.nbytes for _, target in ticket.arrays)
         self._discount_inflight(ticket)
         ticket.arrays, ticket.fn = (), None
         callbacks, ticket._callbacks = ticket._callbacks, []

@@ -14,8 +14,11 @@ Errors. `fail_op(n, errno, kind)` makes the n-th operation from now on (of that 
 failing `write` leaves part of a file, a failing `rename` has not happened. `capacity_bytes` makes writes beyond it fail
 with ENOSPC, with the part that fitted left behind, as on a real disk.
 
-Damage. `flip_bit`, `truncate`, `append`, `vanish`, `swap` (a misdirected record) and `put` (a stale one) change the
-bytes behind the back of whoever wrote them.
+Hooks. Each of `hooks` is told of every operation (kind, names) before it happens and may answer the number of an error
+that it ends with. A restart ends them, as it ends what `fail_op` has planned: a new process finds a disk that works.
+
+Damage. `wipe` empties the disk, directories included. `flip_bit`, `truncate`, `append`, `vanish`, `swap` (a misdirected
+record) and `put` (a stale one) change the bytes behind the back of whoever wrote them.
 
 Who holds: this object holds every byte, as a copy; the files' names are the only handles.
 """
@@ -32,6 +35,10 @@ from kvcore.errors import CallerError
 
 if TYPE_CHECKING:
     from kvcore.sim.loop import SimLoop
+
+
+FileHook = Callable[[str, tuple[str, ...]], int | None]
+"""(kind, names) of an operation -> None, or the number of the error it ends with."""
 
 
 class SimCrash(BaseException):
@@ -73,6 +80,7 @@ class SimFiles:
         self.capacity_bytes = capacity_bytes
         self.writable = True
         self.on_crash: Callable[[], None] | None = None
+        self.hooks: list[FileHook] = []
         self.operations = 0
         self.errors_raised = 0
         self._loop = loop
@@ -92,8 +100,9 @@ class SimFiles:
         was_dead = self._dead
         try:
             self._begin("write", name)
-        except (SimCrash, OSError):
-            if not was_dead and self._may_create(name):
+        except (SimCrash, OSError) as error:
+            refused = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
+            if not was_dead and not refused and self._may_create(name):
                 self._files[name] = _File(bytearray(data[: self._keep(len(data))]), flushed=False)
             raise
         self._check_create(name)
@@ -159,6 +168,7 @@ class SimFiles:
         self._dead = self._locked = False
         self._crash_left = None
         self._errors.clear()
+        self.hooks.clear()
         for file in self._files.values():
             file.flushed = True
 
@@ -195,6 +205,11 @@ class SimFiles:
             self._directories.add(directory)
         self._files[name] = _File(bytearray(data), flushed=True)
 
+    def wipe(self) -> None:
+        """Somebody has emptied the directory."""
+        self._files.clear()
+        self._directories.clear()
+
     def data(self, name: str) -> bytes:
         return bytes(self._file(name).data)
 
@@ -216,10 +231,12 @@ class SimFiles:
         self._check_alive()
         self.operations += 1
         self._trace("files." + kind, *names)
-        for number in [planned.number for planned in self._errors if planned.is_due(kind)]:
+        due = [planned.number for planned in self._errors if planned.is_due(kind)]
+        self._errors = [planned for planned in self._errors if planned.operations_left]
+        due += [number for hook in tuple(self.hooks) if (number := hook(kind, names)) is not None]
+        for number in due:
             self.errors_raised += 1
             self._trace("files.error", kind, number)
-            self._errors = [planned for planned in self._errors if planned.operations_left]
             raise _os_error(number, names[0])
 
     def _check_alive(self) -> None:

@@ -19,7 +19,15 @@ What can go wrong, for the faults:
   it does when a cable is pulled. `heal(client)` ends it. Messages that were lost stay lost.
 * `clog(client, extra_ns)`: every later message takes this much longer (0 ends it).
 * `meddle(client, to_server, payload)`: answers what is delivered in place of a message: nothing, two of it, a torn one.
-  More than a network may do to a message is for tests of hostile peers only.
+* `add_rule(rule)`: any number of rules, asked in the order in which they were added, each about what the one before it
+  has left. A rule sees the letters that a message has become - what arrives, and after what time - and answers others:
+  none (the message is lost), several, later or changed ones; or None, and `send` answers False. Rules go by client
+  name, so they outlive connections and clients.
+
+Later letters never overtake earlier ones of their direction: a connection keeps its order whatever the delays. A
+network loses, delays and repeats messages and breaks connections; changing one is more than it may do, and is for
+hostile peers. A message over `message_bytes_max` that a rule has made breaks the connection when it arrives, as with
+ZeroMQ.
 
 Everything is named by the client's name, which is unique among living clients. A process that crashes loses its
 connections at once; a message it had sent before is lost with them or not, as the seed has it.
@@ -35,6 +43,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 
 import xxhash
 
@@ -44,6 +53,18 @@ from kvcore.sim.loop import SimLoop
 from kvcore.sim.ports.owner import Owner
 
 Meddler = Callable[[str, bool, bytes], Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """What arrives, and how long after `send`."""
+
+    payload: bytes
+    delay_ns: int
+
+
+Rule = Callable[[str, bool, Sequence[Letter]], Sequence[Letter] | None]
+"""(client, to_server, letters) -> what travels in their place. None: `send` answers False."""
 
 
 class SimNetwork:
@@ -66,7 +87,10 @@ class SimNetwork:
         self.message_bytes_max = message_bytes_max
         self.queue_messages_max = queue_messages_max
         self.meddle: Meddler | None = None
+        self.name_of: Callable[[bytes], str] | None = None  # what a message says, for the trace
         self.messages_lost = 0
+        self._rules: dict[int, Rule] = {}
+        self._rules_added = 0
         self._servers: dict[str, SimServerTransport] = {}
         self._clients: dict[str, SimClientTransport] = {}
         self._connections = 0
@@ -85,11 +109,25 @@ class SimNetwork:
         if present is not None and present.usable:
             raise CallerError(f"there is a client {name!r} already")
         client = self._clients[name] = SimClientTransport(self, address, name)
+        if present is not None:  # the cable is the same
+            client.blocked, client.extra_ns = present.blocked, present.extra_ns
         return client
 
-    def cut(self, client: str) -> None:
+    def add_rule(self, rule: Rule) -> Callable[[], None]:
+        """See the module's text. The answer takes the rule away again."""
+        number = self._rules_added
+        self._rules_added += 1
+        self._rules[number] = rule
+
+        def remove() -> None:
+            self._rules.pop(number, None)
+
+        return remove
+
+    def cut(self, client: str, reconnect_ns: int | None = None) -> None:
+        """Break the connection; the next one takes `reconnect_ns` to make (None: what it always takes)."""
         self.loop.trace.event("net.cut", client)
-        self._clients[client].lose_connection()
+        self._clients[client].lose_connection(reconnect_ns)
 
     def partition(self, client: str, *, to_server: bool = True, to_client: bool = True) -> None:
         self.loop.trace.event("net.partition", client, int(to_server), int(to_client))
@@ -108,7 +146,20 @@ class SimNetwork:
         """The names that the faults can use, in the order in which they connected."""
         return [name for name, client in self._clients.items() if client.usable]
 
+    def connected(self, client: str) -> bool:
+        """There is a client of this name, and it has a connection."""
+        present = self._clients.get(client)
+        return present is not None and present.connected
+
     # ---- for the transports
+
+    def apply_rules(self, client: str, to_server: bool, letters: Sequence[Letter]) -> Sequence[Letter] | None:
+        for rule in list(self._rules.values()):
+            answer = rule(client, to_server, letters)
+            if answer is None:
+                return None
+            letters = answer
+        return letters
 
     def server_at(self, address: str) -> SimServerTransport | None:
         server = self._servers.get(address)
@@ -136,6 +187,11 @@ class _Connection:
     def usable(self) -> bool:
         return self.open and self.client.usable and self.server.usable
 
+    def end(self) -> None:
+        """One side breaks the connection."""
+        self.open = False
+        self.client.connection_ended(self)
+
     def may_deliver(self, to_server: bool) -> bool:
         """Whether the next message of this direction still arrives. After a loss, none behind it does."""
         sender, receiver = (self.client, self.server) if to_server else (self.server, self.client)
@@ -161,17 +217,27 @@ class _Direction:
     def send(self, payload: bytes) -> bool:
         if self._underway + len(self._arrived) >= self._network.queue_messages_max:
             return False
+        letters = self._letters(payload)
+        if letters is None:
+            self._trace("net.refuse", payload)
+            return False
         self._trace("net.send", payload)
-        client = self._connection.client
-        if client.blocked[0 if self._to_server else 1]:
+        if not letters:
             self._lose(payload)
-            return True
-        meddle = self._network.meddle
-        for copy in (payload,) if meddle is None else meddle(client.name, self._to_server, payload):
-            delay_ns = self._network.random.random_ns(*self._network.delay_ns) + client.extra_ns
+        for letter in letters:
             self._underway += 1
-            self._channel.post(self._arrive, copy, delay_ns=delay_ns, context=Context())
+            self._channel.post(self._arrive, letter.payload, delay_ns=letter.delay_ns, context=Context())
         return True
+
+    def _letters(self, payload: bytes) -> Sequence[Letter] | None:
+        """What the message becomes on its way."""
+        network, client = self._network, self._connection.client
+        if client.blocked[0 if self._to_server else 1]:
+            return ()
+        meddle = network.meddle
+        copies = (payload,) if meddle is None else meddle(client.name, self._to_server, payload)
+        letters = [Letter(copy, network.random.random_ns(*network.delay_ns) + client.extra_ns) for copy in copies]
+        return network.apply_rules(client.name, self._to_server, letters)
 
     def deliver_to(self, callback: Callable[[bytes], None], receiver: Owner) -> None:
         self._callback, self._receiver = callback, receiver
@@ -182,6 +248,10 @@ class _Direction:
         self._underway -= 1
         if not self._connection.may_deliver(self._to_server):
             self._lose(payload)
+            return
+        if len(payload) > self._network.message_bytes_max:
+            self._trace("net.oversized", payload)
+            self._connection.end()
             return
         self._arrived.append(payload)
         if self._callback is not None:
@@ -200,6 +270,9 @@ class _Direction:
     def _hand_over(self) -> None:
         assert self._callback is not None
         assert self._receiver is not None
+        life = self._receiver.life
+        if life is not None and life.alive and life.gate is not None and not life.process.lets_in(self._post_delivery):
+            return
         payload = self._arrived.popleft()
         if not self._receiver.alive:
             self._lose(payload)
@@ -213,8 +286,10 @@ class _Direction:
 
     def _trace(self, label: str, payload: bytes) -> None:
         direction = "up" if self._to_server else "down"
-        client = self._connection.client.name
-        self._network.loop.trace.event(label, client, direction, len(payload), xxhash.xxh3_64_intdigest(payload))
+        network, client = self._network, self._connection.client.name
+        digest = xxhash.xxh3_64_intdigest(payload)
+        name = "" if network.name_of is None else network.name_of(payload)
+        network.loop.trace.event(label, client, direction, len(payload), digest, name)
 
 
 class SimClientTransport:
@@ -253,11 +328,20 @@ class SimClientTransport:
         self._closed = True
         self.lose_connection()
 
-    def lose_connection(self) -> None:
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and self._connection.usable
+
+    def connection_ended(self, connection: _Connection) -> None:
+        if self._connection is connection:
+            self.lose_connection()
+
+    def lose_connection(self, reconnect_ns: int | None = None) -> None:
         if self._connection is not None:
             self._connection.open = False
             self._connection = None
-            self._connect_after_ns = self.network.loop.now_ns() + self.network.reconnect_ns
+            wait_ns = self.network.reconnect_ns if reconnect_ns is None else reconnect_ns
+            self._connect_after_ns = self.network.loop.now_ns() + wait_ns
 
     def _connected(self) -> _Connection | None:
         if self._connection is not None and not self._connection.usable:

@@ -21,10 +21,12 @@ from kvcore.sim.ports.clock import SimClock
 from kvcore.sim.ports.executor import SimExecutor
 from kvcore.sim.ports.files import SimFiles
 from kvcore.sim.ports.notice import SimNotice
+from kvcore.sim.unreliable import UnreliableAdapter, UnreliableBackend
 from kvcore.sim.weak import WeakLocks
 
 STORED, PRESENT, FULL, RETRY = StoreAnswer.STORED, StoreAnswer.PRESENT, StoreAnswer.FULL, StoreAnswer.RETRY
 STRONG_PORTS = ["memory", "file", "file-in-memory", "memory-sim-1", "memory-sim-2", "file-sim-1", "file-sim-2"]
+STRONG_PORTS += ["unreliable-memory-sim-1", "unreliable-file-sim-2"]  # with nothing that goes wrong
 WEAK_PORTS = ["weak-memory", "weak-file", "weak-memory-sim-1", "weak-file-sim-2"]
 
 every_adapter = pytest.mark.parametrize("port", STRONG_PORTS + WEAK_PORTS)
@@ -88,6 +90,9 @@ class Place:
             clock = SimClock(loop) if simulated else SystemClock()
             strong = file_adapter("tested", self.medium, clock=clock, **shared)
         adapter = WeakLocks(strong) if self.port.startswith("weak") else strong
+        if self.port.startswith("unreliable"):
+            strong._backend = UnreliableBackend(strong._backend)
+            adapter = UnreliableAdapter(strong, loop)
         return Client(adapter, strong, self.gate, self.inbox)
 
 

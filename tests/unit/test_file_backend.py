@@ -374,11 +374,23 @@ def test_a_deletion_that_keeps_failing_stays_invisible_and_accounted():
     disk.check()
 
 
-def test_a_sub_directory_that_somebody_removed_is_made_again():
+def test_a_store_that_somebody_has_emptied_takes_the_next_record_at_once():
+    """The sub-directory is made again. A "try later" loses the object if L1 evicts it before then (swarm: L2 wiped)."""
     disk = Disk()
     disk.put(0)
     disk.delete(0)
-    disk.files._directories.clear()
+    disk.files.wipe()
+    assert disk.put(0) is STORED
+    assert disk.get(0) == payload(0)
+    disk.check()
+
+
+def test_a_sub_directory_that_cannot_be_made_again_costs_one_attempt():
+    disk = Disk()
+    disk.put(0)
+    disk.delete(0)
+    disk.files.wipe()
+    disk.files.fail_op(1, errno.EIO, "mkdir")
     assert disk.put(0) is RETRY
     assert disk.put(0) is STORED
     disk.check()
