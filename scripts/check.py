@@ -81,6 +81,7 @@ def main() -> int:
         run("mypy --strict", [*tool("mypy"), *strict], cwd=FARM, MYPYPATH=str(FARM)),
         check_contracts(),
         run("dead code", tool("vulture"), ignore=FIELDS),
+        run("bandit", [*tool("bandit"), "-q", "-ll", "-r", "kvcore"]),
     ]
     verdict = "ok" if all(ok) else "FAILED"
     print(f"{'all':<24}{verdict:<8}{time.monotonic() - start:6.1f} s")

@@ -110,7 +110,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, _request: object, _client: object) -> None:
         """A client that went away in the middle is its own affair."""
 
 

@@ -1,8 +1,8 @@
 """Logs to standard error, one line per event: plain text for people, JSON for machines.
 
 Every line has a time (UTC, RFC 3339), a level, the component and a text; JSON has the fields of
-`extra={"fields": {...}}` beside them. URLs are redacted where they are logged, not here: a formatter cannot know what is
-a secret.
+`extra={"fields": {...}}` beside them. URLs are redacted where they are logged, not here: a formatter cannot know what
+is a secret.
 """
 
 from __future__ import annotations

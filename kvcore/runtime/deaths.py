@@ -42,7 +42,7 @@ class DeathWatch:
         self._loop = loop
         self._fds: dict[str, int] = {}  # by key of the watch
 
-    def watch(self, key: str, process: str, died: Callable[[], None]) -> bool:
+    def watch(self, key: str, process: str, died: Callable[[], object]) -> bool:
         """Call `died` when `process` has ended (at the next turn if it has already). False: its death cannot be proven.
 
         A second watch under the same key replaces the first.
@@ -68,7 +68,7 @@ class DeathWatch:
     def __len__(self) -> int:
         return len(self._fds)
 
-    def _ended(self, key: str, died: Callable[[], None]) -> None:
+    def _ended(self, key: str, died: Callable[[], object]) -> None:
         self.forget(key)
         died()
 

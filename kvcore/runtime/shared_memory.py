@@ -36,7 +36,8 @@ from kvcore.memory import ALIGNMENT_BYTES, BufferArena, Slot
 
 _PREFIX = "kvcore-"
 _NAME_CHARS_MAX = 30  # what macOS allows, less the leading slash
-_DIRECTORY = "/dev/shm"
+# Where Linux keeps segments; names are random and opened with O_EXCL.
+_DIRECTORY = "/dev/shm"  # nosec B108
 _MODE = 0o600
 _UNSIZED_SECONDS_MAX = 60  # a creator locks its segment within microseconds of making it
 

@@ -345,7 +345,7 @@ def test_a_difference_in_configuration_is_refused_with_both_values(change: Any, 
         assert isinstance(reply, wire.Error)
         assert reply.code is ErrorCode.MISMATCH
         assert all(value in reply.message for value in values)
-        assert bench.code(bench.ask(wire.Status())) is ErrorCode.HELLO_REQUIRED
+        assert bench.code(bench.ask(wire.Ping("w"))) is ErrorCode.HELLO_REQUIRED
 
     on_bench(scenario)
 
@@ -377,13 +377,22 @@ def test_a_late_second_handshake_does_not_open_the_door_for_old_requests() -> No
     on_bench(scenario)
 
 
+def test_the_operators_questions_need_no_handshake() -> None:
+    def scenario(bench: Bench) -> None:
+        bench.connection += 1
+        assert isinstance(bench.ask(wire.Status(), incarnation=0), wire.StatusReply)
+        assert isinstance(bench.ask(wire.Clear(), incarnation=0), wire.Cleared)
+
+    on_bench(scenario)
+
+
 def test_a_forgotten_connection_must_shake_hands_again() -> None:
     def scenario(bench: Bench) -> None:
         for other in range(LIMITS.connections_max):
             bench.send(bench.frame(wire.Hello(IDENTITY, 0), connection=1000 + other))
-        assert bench.code(bench.ask(wire.Status())) is ErrorCode.HELLO_REQUIRED
+        assert bench.code(bench.ask(wire.Ping("w"))) is ErrorCode.HELLO_REQUIRED
         bench.hello()
-        assert isinstance(bench.ask(wire.Status()), wire.StatusReply)
+        assert bench.code(bench.ask(wire.Ping("w"))) is ErrorCode.UNKNOWN_WORKER
 
     on_bench(scenario)
 
@@ -392,7 +401,7 @@ def test_a_request_for_an_earlier_life_of_the_server_is_refused() -> None:
     """R32."""
 
     def scenario(bench: Bench) -> None:
-        reply = bench.ask(wire.Status(), incarnation=bench.server.incarnation + 1)
+        reply = bench.ask(wire.Ping("w"), incarnation=bench.server.incarnation + 1)
         assert bench.code(reply) is ErrorCode.STALE_INCARNATION
 
     on_bench(scenario)

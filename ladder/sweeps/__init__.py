@@ -1,0 +1,1 @@
+"""Exhaustive sweeps: short scenarios, and one fault at every point at which it can happen."""
