@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import event, given, settings
+import pytest
+from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from kvcore.bitmap import bits
-from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
+from kvcore import groups as groups_module
+from kvcore.bitmap import bits, ones
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup, _Rule
 
 CHUNKS_MAX = 12
 
@@ -74,7 +76,7 @@ def lookups(draw: st.DrawFn) -> Lookup:
     return Lookup(layout, tuple(rows), chunks, chunks * chunk_tokens + tail, skip_chunks)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=settings.default.max_examples * 4, deadline=None)
 @given(lookups())
 def test_fold_gives_exactly_the_lengths_that_the_oracle_can_serve(lookup: Lookup) -> None:
     expected = [length for length in range(lookup.chunks + 1) if is_servable(lookup, length)]
@@ -84,7 +86,7 @@ def test_fold_gives_exactly_the_lengths_that_the_oracle_can_serve(lookup: Lookup
     event(f"best is {'0' if expected[-1] == 0 else 'all' if expected[-1] == lookup.chunks else 'between'}")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=settings.default.max_examples * 4, deadline=None)
 @given(lookups())
 def test_unfold_names_exactly_the_cells_that_the_oracle_reads(lookup: Lookup) -> None:
     layout = lookup.layout
@@ -96,7 +98,7 @@ def test_unfold_names_exactly_the_cells_that_the_oracle_reads(lookup: Lookup) ->
             assert list(bits(needed[row.index])) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2, deadline=None)
 @given(lookups(), st.data())
 def test_a_length_is_served_by_what_unfold_keeps_and_by_nothing_less(lookup: Lookup, data: st.DataObject) -> None:
     layout, chunks, tokens, skip = lookup.layout, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks
@@ -110,7 +112,7 @@ def test_a_length_is_served_by_what_unfold_keeps_and_by_nothing_less(lookup: Loo
             assert not layout.fold(less, chunks, tokens, skip) >> length & 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2, deadline=None)
 @given(lookups())
 def test_explain_agrees_with_fold(lookup: Lookup) -> None:
     layout, chunks, tokens, skip = lookup.layout, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks
@@ -120,10 +122,66 @@ def test_explain_agrees_with_fold(lookup: Lookup) -> None:
         assert text.endswith(": servable") == bool(lengths >> length & 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2, deadline=None)
 @given(lookups())
 def test_usable_tokens_leave_at_least_one_to_compute(lookup: Lookup) -> None:
     layout, tokens = lookup.layout, lookup.prompt_tokens
     for length in bits(layout.fold(lookup.rows, lookup.chunks, tokens, lookup.skip_chunks)):
         usable = layout.usable_tokens(length, tokens)
         assert usable == min(length * layout.chunk_tokens, max(tokens - 1, 0))
+
+
+# --- planted bugs
+
+
+def fold_differs() -> bool:
+    """Whether the comparison with brute force fails, in the same search each time."""
+
+    @settings(max_examples=500, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+    @given(lookups())
+    def compare(lookup: Lookup) -> None:
+        expected = [length for length in range(lookup.chunks + 1) if is_servable(lookup, length)]
+        lengths = lookup.layout.fold(lookup.rows, lookup.chunks, lookup.prompt_tokens, lookup.skip_chunks)
+        assert list(bits(lengths)) == expected
+
+    try:
+        compare()
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_hit_that_counts_ones_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: presence is counted although a hole makes what follows useless."""
+
+    def fold(self: CacheLayout, rows: tuple[int, ...], chunks: int, prompt_tokens: int, skip_chunks: int = 0) -> int:
+        present = [(row | ones(min(skip_chunks, chunks))) & ones(chunks) for row in rows]
+        return ones(min(row.bit_count() for row in present) + 1)
+
+    monkeypatch.setattr(CacheLayout, "fold", fold)
+    assert fold_differs()
+
+
+def test_a_full_hit_on_a_recurrent_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R07: the snapshot already contains the token that is to be computed."""
+    original = _Rule.serves_full_hit
+
+    def serves_full_hit(self: _Rule, present: int, chunks: int) -> bool:
+        if self.kind is GroupKind.RECURRENT:
+            return bool(present >> (chunks - 1) & 1)
+        return original(self, present, chunks)
+
+    monkeypatch.setattr(_Rule, "serves_full_hit", serves_full_hit)
+    assert fold_differs()
+
+
+def test_a_full_hit_that_asks_a_window_for_as_little_as_any_other_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14 c: one token is computed again there, and it sees one token further back."""
+    monkeypatch.setattr(_Rule, "serves_full_hit", lambda self, present, chunks: self.kind is not GroupKind.RECURRENT)
+    assert fold_differs()
+
+
+def test_a_window_in_whole_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14: the chunk that the window touches with one token only is left out."""
+    monkeypatch.setattr(groups_module, "_ceil_div", lambda value, divisor: value // divisor)
+    assert fold_differs()

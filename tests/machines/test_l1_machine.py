@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -20,7 +21,7 @@ from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.keys import ObjectKey
 from kvcore.l1 import L1Cache
 from kvcore.l1_states import TRANSITIONS
-from kvcore.leases import Owner
+from kvcore.leases import LeaseTable, Owner
 from kvcore.memory import PlainArena, Slot, SlotState
 from kvcore.quota import Quota
 
@@ -529,7 +530,7 @@ class L1Machine(RuleBasedStateMachine):
 
 
 TestL1Machine = L1Machine.TestCase
-TestL1Machine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestL1Machine.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=40, deadline=None)
 
 
 def walk(seed: int, steps: int) -> L1Machine:
@@ -593,3 +594,69 @@ def test_long_random_walks_agree_with_the_model_and_reach_the_rare_states() -> N
         seen["quarantines"] += machine.quarantines
         machine.teardown()
     assert all(seen[name] for name in (*RARE, "quarantines")), seen
+
+
+# --- planted bugs
+
+
+def test_a_second_writer_that_replaces_the_first_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R29: the loser of two writers overwrites what readers are reading."""
+    original = L1Cache.finish_write
+
+    def finish_write(self, tag, keys, **more):
+        for key in keys:
+            staged, resident = self._staging.of(tag).get(key), self.slot_of(key)
+            if staged is not None and resident is not None and staged.size == resident.size:
+                self.view(resident)[:] = self.view(staged)
+        return original(self, tag, keys, **more)
+
+    monkeypatch.setattr(L1Cache, "finish_write", finish_write)
+    assert finds(L1Machine)
+
+
+def test_an_expired_reservation_that_is_published_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R21: expiry looks like completion."""
+    original = L1Cache.expire
+
+    def expire(self, now_ns: int) -> int:
+        due = [slot for slot in self._staging.slots() if slot.lease is not None and slot.lease.deadline_ns <= now_ns]
+        for slot in due:
+            self.finish_write(slot.lease.holder, [slot.key])
+        return original(self, now_ns) + len(due)
+
+    monkeypatch.setattr(L1Cache, "expire", expire)
+    assert finds(L1Machine)
+
+
+def test_memory_freed_under_a_copy_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R27: eviction and abort free what a reader or a writer still touches."""
+    original = L1Cache._leave
+
+    def leave(self, slots, event):
+        holds = {slot: slot.holds for slot in slots}
+        for slot in slots:
+            slot.holds = 0
+        original(self, slots, event)
+        for slot, count in holds.items():
+            slot.holds = count
+
+    monkeypatch.setattr(L1Cache, "_leave", leave)
+    assert finds(L1Machine)
+
+
+def test_a_stale_release_that_takes_another_readers_lock_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R65, R26 b."""
+    original = LeaseTable.release
+
+    def release(self, owner, keys, find):
+        other = next((each for each in self._held if each != owner), owner) if owner not in self._held else owner
+        return original(self, other, keys, find)
+
+    monkeypatch.setattr(LeaseTable, "release", release)
+    assert finds(L1Machine)
+
+
+def test_an_eviction_of_what_is_being_read_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R08: looked up, leased, and taken away for the next writer."""
+    monkeypatch.setattr(L1Cache, "_lease", lambda self, owner, slots, when: self._leases.take(owner, slots, when))
+    assert finds(L1Machine)

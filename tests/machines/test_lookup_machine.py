@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcore.lookup import Action, ActionKind, LookupOutcome, LookupState, Pace
+from kvcore.lookup import Action, ActionKind, LookupOutcome, LookupState, Pace, Phase
 
 CHUNKS = 5
 DEADLINE_NS = 1_000
@@ -62,6 +63,7 @@ class LookupMachine(RuleBasedStateMachine):
         self.fixed: LookupOutcome | None = None
         self.last_pending_ns: dict[int, int] = {}
         self.settled: int | None = None
+        self.past: list[tuple[int, str, int]] = []  # replies that were delivered
 
     # --- the client's actions --------------------------------------------------------------------------------------
 
@@ -81,7 +83,9 @@ class LookupMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.up))
     @rule(data=st.data())
     def a_message_reaches_its_server(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from([i for i, queue in enumerate(self.up) if queue]))
+        self.reach(data.draw(st.sampled_from([i for i, queue in enumerate(self.up) if queue])))
+
+    def reach(self, index: int) -> None:
         message, server = self.up[index].popleft(), self.servers[index]
         if message == "lookup":
             server.knows = server.leases = True
@@ -119,7 +123,14 @@ class LookupMachine(RuleBasedStateMachine):
             self.perform(self.state.lost(index, serial, self.now_ns))
             self.last_pending_ns[index] = self.now_ns
 
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def an_old_reply_comes_once_more(self, data: st.DataObject) -> None:
+        self.deliver(*data.draw(st.sampled_from(self.past)))
+
     def deliver(self, index: int, kind: str, serial: int) -> None:
+        if (index, kind, serial) not in self.past:
+            self.past.append((index, kind, serial))
         state, server = self.state, self.servers[index]
         current = state.phases[index].value == "asked" and state._parts[index].serial == serial
         if kind != "ack" and current:
@@ -135,6 +146,17 @@ class LookupMachine(RuleBasedStateMachine):
             self.perform(state.ready(index, serial, server.lengths))
         else:
             self.perform(state.unknown(index, serial))
+
+    @rule(data=st.data())
+    def a_server_answers_without_trouble(self, data: st.DataObject) -> None:
+        """The common case: its messages arrive in order until it has nothing more to say for now."""
+        index = data.draw(st.integers(0, len(self.servers) - 1))
+        self.servers[index].polls_left = min(1, self.servers[index].polls_left)
+        while self.up[index] or self.down[index]:
+            if self.up[index]:
+                self.reach(index)
+            else:
+                self.deliver(index, *self.down[index].pop(0))
 
     # --- the world -------------------------------------------------------------------------------------------------
 
@@ -214,4 +236,57 @@ class LookupMachine(RuleBasedStateMachine):
 
 
 TestLookup = LookupMachine.TestCase
-TestLookup.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLookup.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None
+)
+
+
+# --- planted bugs
+
+
+def test_a_minimum_of_best_lengths_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R42's trap: what every server can serve is not the least of their best."""
+    original = LookupState._fix
+
+    def fix(self: LookupState, outcome: LookupOutcome) -> None:
+        best = min(part.lengths.bit_length() for part in self._parts)
+        original(self, LookupOutcome((1 << best) - 1 if outcome.lengths > 1 else outcome.lengths, outcome.reason))
+
+    monkeypatch.setattr(LookupState, "_fix", fix)
+    assert finds(LookupMachine)
+
+
+def test_a_late_acknowledgement_without_a_release_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R24, R37: the server that answers too late keeps its leases."""
+    original = LookupState._release_all
+
+    def release_all(self: LookupState) -> list[Action]:
+        silent = [i for i, part in enumerate(self._parts) if part.phase.value == "sent"]
+        return [action for action in original(self) if action.server not in silent]
+
+    monkeypatch.setattr(LookupState, "_release_all", release_all)
+    monkeypatch.setattr(LookupState, "_late", lambda self, server: [])
+    assert "still holds leases" in finds(LookupMachine)
+
+
+def test_replies_that_match_by_server_alone_are_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R39, R40: a duplicate of an old reply answers for the query that is under way."""
+
+    def expects(self: LookupState, server: int, serial: int) -> bool:
+        return self._parts[server].phase is Phase.ASKED
+
+    monkeypatch.setattr(LookupState, "_expects", expects)
+    assert "queries" in finds(LookupMachine)
+
+
+def test_a_poll_without_a_pause_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R35: over a million lookups for one request."""
+
+    def pending(self: LookupState, server: int, serial: int, now_ns: int) -> list[Action]:
+        if not self._expects(server, serial):
+            return self._late(server)
+        self._parts[server].phase = Phase.WAITING
+        return [self._ask(server)]
+
+    monkeypatch.setattr(LookupState, "pending", pending)
+    assert "re-query" in finds(LookupMachine)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.connectors.plan import LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
-from kvcore.connectors.tracker import Phase
+from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import Finished, RequestView, ScheduledRequest, StepView
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
@@ -377,5 +378,67 @@ class TrackerMachine(RuleBasedStateMachine):
         assert (state.requests_open, state.loads_open) == (0, 0)
 
 
-TrackerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 TestTracker = TrackerMachine.TestCase
+TestTracker.settings = settings(
+    max_examples=settings.default.max_examples * 6 // 5, stateful_step_count=50, deadline=None
+)
+
+
+# --- planted bugs
+
+
+def test_a_store_of_the_slot_of_the_last_sampled_token_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: the request's length is taken for what was computed."""
+    original = SchedulerConnector.finished
+
+    def finished(self, request, blocks):
+        tracker = self.tracker(request.request_id)
+        if tracker is not None and tracker.phase is Phase.RUNNING:
+            tracker.tokens, tracker.computed_tokens = request.tokens, len(request.tokens)
+        return original(self, request, blocks)
+
+    monkeypatch.setattr(SchedulerConnector, "finished", finished)
+    assert "garbage" in finds(TrackerMachine)
+
+
+def test_a_store_position_that_survives_a_preemption_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R01, R09 b: after the resume the store goes on where the old attempt had been."""
+    original = RequestTracker.next_generation
+
+    def next_generation(self, generation: int) -> None:
+        stored = self.stored_chunks
+        original(self, generation)
+        self.stored_chunks = stored
+
+    monkeypatch.setattr(RequestTracker, "next_generation", next_generation)
+    assert finds(TrackerMachine)
+
+
+def test_a_failed_load_that_is_believed_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R16: computation goes on over the hole, and what it gives is stored."""
+    monkeypatch.setattr(RequestTracker, "note_errors", lambda self, blocks: None)
+    assert finds(TrackerMachine) in ("stored what may rest on garbage", "a computed chunk was forgotten")
+
+
+def test_leases_of_an_aborted_request_that_are_kept_are_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R24: the session of a request that was never admitted is not ended."""
+    original = SchedulerConnector.finished
+
+    def finished(self, request, blocks):
+        tracker = self.tracker(request.request_id)
+        if tracker is not None and tracker.phase is Phase.LOOKING:
+            del self._trackers[request.request_id]
+            return False
+        return original(self, request, blocks)
+
+    monkeypatch.setattr(SchedulerConnector, "finished", finished)
+    assert finds(TrackerMachine)
+
+
+def test_a_promise_of_the_whole_prompt_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R07."""
+    original = RequestTracker.promise
+    monkeypatch.setattr(
+        RequestTracker, "promise", lambda self, local: original(self, local) and len(self.tokens) - local
+    )
+    assert finds(TrackerMachine)

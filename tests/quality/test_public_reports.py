@@ -1,0 +1,104 @@
+"""Every public report is a test or has a reason: `docs/public-reports.md` and the docstrings of the tests agree.
+
+The table in the docs is the list of the reports' numbers and variants.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = ROOT / "docs" / "public-reports.md"
+NUMBERS = (
+    1,
+    2,
+    4,
+    5,
+    7,
+    8,
+    9,
+    11,
+    13,
+    14,
+    *range(16, 23),
+    24,
+    26,
+    27,
+    *range(29, 34),
+    *range(35, 38),
+    *range(39, 43),
+    44,
+)
+NUMBERS += (45, 46, 47, 49, 50, 52, 53, 54, 56, 57, 58, 60, 61, 62, 63, 65, 67, 68, 71, 72, 73, 75)
+ROW = re.compile(r"^\| R(\d\d)(?: ([a-z]))? \| ([^|]+) \| ([^|]*) \| ([^|]*) \|$")
+ISSUES = "EFGHI"
+
+
+class Row:
+    def __init__(self, match: re.Match[str]) -> None:
+        number, variant, self.what, tests, left = match.groups()
+        self.number, self.variant, self.left = int(number), variant or "", left.strip()
+        self.tests = re.findall(r"`([^`]+)`", tests)
+        self.name = f"R{number}{self.variant}"
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    lines = TABLE.read_text().splitlines()
+    found = [match for line in lines if line.startswith("| R") and (match := ROW.match(line))]
+    assert len(found) == sum(line.startswith("| R") for line in lines), "a row of the table is misshapen"
+    return tuple(map(Row, found))
+
+
+@cache
+def functions(path: str) -> dict[str, str]:
+    """The tests of a file: name -> what it says about itself."""
+    tree = ast.parse((ROOT / path).read_text())
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {node.name: ast.get_docstring(node) or "" for node in tests}
+
+
+def numbers_in(name: str, docstring: str) -> set[int]:
+    said = re.findall(r"\bR(\d\d)\b", docstring) + re.findall(r"(?:^|_)r(\d\d)(?=_)", name)
+    said += re.findall(r"\bR(\d\d)[a-c]\b", docstring)
+    return set(map(int, said))
+
+
+def named_tests() -> Iterator[tuple[str, set[int]]]:
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        relative = str(path.relative_to(ROOT))
+        for name, docstring in functions(relative).items():
+            yield f"{relative}::{name}", numbers_in(name, docstring)
+
+
+def test_the_table_names_every_report_once() -> None:
+    assert {row.number for row in rows()} == set(NUMBERS)
+    assert len({row.name for row in rows()}) == len(rows())
+    variants = {row.number for row in rows() if row.variant}
+    assert variants <= {row.number for row in rows() if not row.variant}, "a variant without its report"
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_a_report_has_a_test_or_a_reason(row: Row) -> None:
+    assert row.tests or row.left, f"{row.name} is neither tested nor left with a reason"
+    assert not row.left or re.match(rf"[{ISSUES}]: \w", row.left), "`left` begins with the issue that it is left to"
+    for identity in row.tests:
+        path, _, name = identity.partition("::")
+        assert name in functions(path), f"{identity} does not exist"
+        assert row.number in numbers_in(name, functions(path)[name]), f"{identity} does not say that it is {row.name}"
+
+
+def test_every_number_that_a_test_names_is_in_the_table() -> None:
+    known = {row.number for row in rows()}
+    for identity, numbers in named_tests():
+        assert numbers <= known, f"{identity} names a report that the table does not have"
+
+
+def test_the_reading_of_numbers_sees_each_way_of_writing_them() -> None:
+    assert numbers_in("test_r07_r13_x", "R01, R22b and R24 c: R5, R100, xR33.") == {1, 7, 13, 22, 24}
