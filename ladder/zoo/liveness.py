@@ -1,0 +1,151 @@
+"""Mutants of waiting: deadlines, retries, budgets, and messages that come late, twice or never (group H)."""
+
+from __future__ import annotations
+
+from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
+
+_PREFETCH = "kvcore.prefetch:PrefetchController"
+_LOADS = "kvcore.loads:LoadTable"
+_CONNECTION = "kvcore.service.connection:Connection"
+_CLIENT = "kvcore.service.scheduler_client:SchedulerClient"
+_LOOKUP = "kvcore.lookup:LookupState"
+
+MUTANTS = (
+    bug(
+        "lookup_without_a_deadline",
+        "H",
+        "a lookup waits for every server, however long one of them is silent (R35)",
+        "liveness",
+        Edit(f"{_LOOKUP}.tick", "if now_ns >= self._deadline_ns:", "if False:"),
+        Edit(
+            f"{_LOOKUP}.next_due_ns",
+            "return min(self._deadline_ns, *dues) if dues else self._deadline_ns",
+            "return min(dues, default=None)",
+        ),
+    ),
+    safe(
+        "server_without_a_lookup_deadline",
+        "H",
+        "the server lets a lookup wait for a hung store (R35)",
+        "the client's own deadline: it gives the lookup up and releases it",
+        Edit(
+            f"{_PREFETCH}._begin",
+            "    job.timer = DeadlineTimer(self._loop, self._clock, job.deadline_ns, lambda: self._deadline(job))\n",
+            "",
+        ),
+    ),
+    bug(
+        "budget_keeps_the_worst_case",
+        "H",
+        "a lookup never gives back what its plan does not need; later ones wait for bytes that nobody uses (R36)",
+        "liveness hits crash plan",
+        Edit(f"{_PREFETCH}._plan", "        self._budget.shrink(grant, made.load_bytes)\n", ""),
+    ),
+    bug(
+        "failed_loads_keep_their_budget",
+        "H",
+        "bytes of loads that failed are never given back, until a limit blocks all (R24, R36)",
+        "liveness hits plan",
+        Edit(
+            f"{_LOADS}._fail",
+            "        self._give_back(load.grant, load.size)\n",
+            "",
+        ),
+    ),
+    hard(
+        "waiting_lookups_are_not_woken",
+        "H",
+        "bytes that come free are not offered to those who wait for them (R36)",
+        "liveness hits",
+        Edit(f"{_LOADS}._give_back", "    self._freed()\n", ""),
+        Edit("kvcore.loads:UnreadLedger.end", "        self._freed()\n", ""),
+    ),
+    bug(
+        "lost_release_is_not_sent_again",
+        "H",
+        "a release that gets lost is not repeated, and the leases stay until the session dies (R24, R33)",
+        "liveness leases",
+        Edit(
+            f"{_CONNECTION}._paid",
+            "if code not in _LOST | _UNREAD:",
+            "if True:",
+        ),
+    ),
+    bug(
+        "debts_are_not_paid_after_silence",
+        "H",
+        "what a silent server is owed is given up when it has been silent too long (R33)",
+        "liveness leases",
+        Edit(f"{_CONNECTION}._paid", "elif debt.attempts < self._config.resends_max:", "elif False:"),
+        Edit(f"{_CONNECTION}._wake_debts", "            self._pay(key, debt)\n", ""),
+    ),
+    bug(
+        "requests_are_executed_twice",
+        "H",
+        "a message that the network delivers twice is carried out twice (R39)",
+        "leases liveness server plan",
+        Edit("kvcore.service.peers:ConnectionTable.admit", "return request_id > last_id", "return True"),
+    ),
+    hard(
+        "lookup_of_a_request_that_is_gone_is_not_disowned",
+        "H",
+        "a server that restarted carries out a lookup which is over here, and nobody tells it (R33, R37)",
+        "leases liveness",
+        Edit(f"{_CLIENT}._disown", "if not begun or connection.owes(_debt(session)):", "if True:"),
+    ),
+    hard(
+        "debts_are_void_after_a_restart",
+        "G",
+        "what is sent again to a restarted server is owed nothing there, and is never released (R31, R33)",
+        "leases liveness",
+        Edit(f"{_CONNECTION}._life_ended", "if subject_of(debt.message) not in carried:", "if True:"),
+    ),
+    safe(
+        "old_life_of_the_server_is_not_told_apart",
+        "G",
+        "a request that was meant for the life before is looked at by the next one (R32)",
+        "the table of connections: the new life knows none that has not shaken hands with it",
+        Edit(
+            "kvcore.service.server:CacheServer._execute",
+            "if header.incarnation != self._incarnation:",
+            "if False:",
+        ),
+    ),
+    bug(
+        "worker_does_not_register_again",
+        "G",
+        "after a restart the server does not know the worker, and is never told (R31, R33)",
+        "liveness hits",
+        Edit(
+            f"{_CONNECTION}._greeted",
+            "    if met:\n        for callback",
+            '    if met and self._counts["incarnations"] == 1:\n        for callback',
+        ),
+        Edit(
+            "kvcore.service.worker_client:WorkerClient._lost",
+            "if isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER:",
+            "if False:",
+        ),
+    ),
+    bug(
+        "one_load_per_reader",
+        "L",
+        "every lookup loads for itself what another one is loading already (R58, R63)",
+        "plan crash server",
+        Edit(f"{_PREFETCH}._observe", "    if self.loads.in_flight:\n", "    if False:\n"),
+    ),
+    bug(
+        "prefetch_of_what_the_engine_has",
+        "L",
+        "the engine's own prefix is looked up, locked and loaded as well (R67)",
+        "prefix counters",
+        Edit(f"{_CLIENT}._send_lookup", "skip_chunks=lookup.skip_chunks,", "skip_chunks=0,"),
+    ),
+    bug(
+        "close_waits_for_a_hung_store",
+        "H",
+        "closing waits until the store has answered, which a hung one never does (R41)",
+        "liveness crash",
+        Edit("kvcore.storage:Storage.close", "await self.drain(self.config.close_deadline_ns)", "await self.drain()"),
+    ),
+)
