@@ -28,6 +28,7 @@ _MARKERS = {
 _DEFAULTS = {
     "--ladder-target": "sim",
     "--ladder-rung": "0-4",
+    "--ladder-cases": None,
     "--ladder-connector": None,
     "--ladder-trace": None,
     "--sim-seed": "0",
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     add("--ladder-target", "NAME", "sim (default) or local")
     add("--ladder-rung", "0-4", "which rungs to climb; 5-8 are the storm rungs")
+    add("--ladder-cases", "N", "cases of each storm rung (default 250)")
     add("--ladder-connector", "MOD:CLASS", "climb with your own connector")
     add("--ladder-trace", "FILE", "Mooncake-format trace to take requests from")
     add("--sim-seed", "N", "seed of the simulated world; the first one of a swarm")
@@ -70,6 +72,7 @@ def _options(config: pytest.Config) -> Any:
     from kvcore.ladder.options import (
         REQUESTS,
         LadderOptions,
+        check_cases,
         check_rungs,
         check_seed,
         check_storms,
@@ -88,6 +91,7 @@ def _options(config: pytest.Config) -> Any:
             target=target,
             passes=passes,
             storms=storms,
+            cases=check_cases(option("--ladder-cases"), "--ladder-cases"),
             seed=check_seed(option("--sim-seed"), "--sim-seed"),
             requests=REQUESTS[target],
             connector=connector,

@@ -44,6 +44,7 @@ from enum import Enum, unique
 
 from kvcore.errors import CallerError
 from kvcore.ports import ClientTransport, Clock
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service.protocol import (
     PROTOCOL_VERSION,
     Error,
@@ -110,6 +111,7 @@ class ConnectionStatistics:
     outstanding: int
     waiting: int
     debts: int
+    debts_asleep: int  # of these: until the server is heard from
 
 
 class _Call:
@@ -137,6 +139,11 @@ class _Debt:
     attempts: int = 0
     under_way: bool = False
     timer: asyncio.TimerHandle | None = field(default=None)
+
+    @property
+    def asleep(self) -> bool:
+        """Given up until the server is heard from."""
+        return self.timer is None and not self.under_way
 
 
 class Connection:
@@ -168,6 +175,7 @@ class Connection:
         self._hello_ids: dict[int, None] = {}  # of the greeting that is going on; each may still be answered
         self._hello_timer: asyncio.TimerHandle | None = None
         self._counts: Counter[str] = Counter()
+        self._confined = LoopConfined()
         transport.receive(self._received)
 
     # --- what users call -------------------------------------------------------------------------------------------
@@ -197,6 +205,7 @@ class Connection:
 
     def request(self, message: Request, callback: ReplyCallback, timeout_ns: int | None = None) -> None:
         """Send one request. `callback` runs exactly once: with the reply, or with a local `Error`."""
+        self._confined.check()
         assert not isinstance(message, Hello), "the handshake is made by the connection itself"
         self._counts["requests"] += 1
         call = _Call(message, callback)
@@ -229,6 +238,7 @@ class Connection:
 
     def forgive(self, key: str) -> None:
         """The message under `key` need not arrive any more."""
+        self._confined.check()
         debt = self._debts.pop(key, None)
         if debt is not None and debt.timer is not None:
             debt.timer.cancel()
@@ -241,6 +251,7 @@ class Connection:
         """Fail what is outstanding, drop the debts, close the transport. A second close does nothing."""
         if self._state is ConnectionState.CLOSED:
             return
+        self._confined.check()
         self._state = ConnectionState.CLOSED
         self._stop_hello()
         self._drop_debts()
@@ -262,6 +273,7 @@ class Connection:
             outstanding=len(self._calls),
             waiting=len(self._waiting),
             debts=len(self._debts),
+            debts_asleep=sum(debt.asleep for debt in self._debts.values()),
         )
 
     # --- sending ---------------------------------------------------------------------------------------------------
@@ -367,6 +379,7 @@ class Connection:
     # --- receiving -------------------------------------------------------------------------------------------------
 
     def _received(self, payload: bytes) -> None:
+        self._confined.check()
         if self._state is ConnectionState.CLOSED:
             return
         header = read_header(payload)
@@ -503,7 +516,7 @@ class Connection:
     def _wake_debts(self) -> None:
         """The server is there: pay what had been given up."""
         for key, debt in list(self._debts.items()):
-            if debt.timer is None and not debt.under_way:
+            if debt.asleep:
                 debt.attempts = 0
                 self._pay(key, debt)
 

@@ -49,6 +49,7 @@ from kvcore.sim.faults.injector import Injector
 from kvcore.sim.faults.scene import Scene
 from kvcore.sim.loop import LivelockError, SimLoop
 from kvcore.sim.oracles.findings import Findings
+from kvcore.sim.oracles.hits import usable_prefix
 from kvcore.sim.oracles.truth import Truth
 from kvcore.sim.schedule import RecordingTies, ReplayTies, TiePolicy, make_policy
 from kvcore.sim.streams import RandomStream
@@ -337,12 +338,18 @@ class Episode:
                 self.stack.drop_l1()
             self.host.configure(replace(config, prefix_cache=prefix_cache))
             self._oracle.aborted.clear()
-            before = self._oracle.tokens_loaded, self._oracle.tokens_loadable
+            before = self._oracle.tokens_loaded
             self._judge(self._second, await self.host.serve(self._second))
             await self._rest()
-        loaded = self._oracle.tokens_loaded - before[0]
-        loadable = self._oracle.tokens_loadable - before[1]
-        self._outcome.hit_share = loaded / loadable if loadable else 1.0
+        self._outcome.hit_share = (self._oracle.tokens_loaded - before) / self._tokens_loadable()
+
+    def _tokens_loadable(self) -> int:
+        """Of the second workload, in a cache that has stored all of it: what was never stored counts as missed."""
+        total = 0
+        for spec in self._second:
+            hashes = self._oracle.hashes[spec.request_id]
+            total += usable_prefix(self._layout, hashes, len(spec.prompt), lambda cell: True, 0)
+        return max(1, total)
 
     def _judge(self, specs: Sequence[RequestSpec], answers: dict[str, list[int]]) -> None:
         for spec in specs:

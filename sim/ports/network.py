@@ -89,6 +89,7 @@ class SimNetwork:
         self.meddle: Meddler | None = None
         self.name_of: Callable[[bytes], str] | None = None  # what a message says, for the trace
         self.messages_lost = 0
+        self.messages_underway = 0
         self._rules: dict[int, Rule] = {}
         self._rules_added = 0
         self._servers: dict[str, SimServerTransport] = {}
@@ -226,6 +227,7 @@ class _Direction:
             self._lose(payload)
         for letter in letters:
             self._underway += 1
+            self._network.messages_underway += 1
             self._channel.post(self._arrive, letter.payload, delay_ns=letter.delay_ns, context=Context())
         return True
 
@@ -246,6 +248,7 @@ class _Direction:
 
     def _arrive(self, payload: bytes) -> None:
         self._underway -= 1
+        self._network.messages_underway -= 1
         if not self._connection.may_deliver(self._to_server):
             self._lose(payload)
             return

@@ -145,12 +145,30 @@ def test_the_seed_reaches_the_climb_and_the_marker_selects_it(project: Path) -> 
     assert traces[0] == traces[1] != traces[2]
 
 
+def test_a_storm_rung_is_climbed_by_its_number_and_its_row_is_in_the_table(project: Path) -> None:
+    chosen = ("--pyargs", "kvcore.ladder.suite", "-m", "storm", "--ladder-rung", "6", "--ladder-cases", "12")
+    junit = project / "junit.xml"
+    result = run_pytest(project, *chosen, f"--junitxml={junit}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 passed, 3 skipped" in result.stdout
+    table = result.stdout.partition("= preemption ladder =")[2]
+    (row,) = [line.split() for line in table.splitlines() if line.startswith("6 ")]
+    assert row[-1] == "pass"
+    assert "in flight" not in table, "no pass was climbed"
+    assert 'name="ladder_rung_6_verdict" value="pass"' in junit.read_text()
+
+
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
         ("--ladder-rung=9", "rung '9' does not exist"),
+        ("--ladder-cases=few", "--ladder-cases takes a whole number from 1"),
         ("--ladder-target=locl", "did you mean local?"),
         ("--sim-seed=tomorrow", "--sim-seed takes a whole number"),
+        ("--sim-seeds=0", "--sim-seeds takes a whole number from 1 on"),
+        ("--sim-seconds=never", "--sim-seconds takes a positive number"),
+        ("--sim-replay=nowhere.json", "cannot read a case from nowhere.json"),
+        ("--sim-artifacts=/proc/none", "cannot write into /proc/none"),
         ("--ladder-connector=nowhere:Class", "cannot import nowhere"),
     ],
 )

@@ -15,7 +15,10 @@ from kvcore.errors import CallerError, PeerError
 from kvcore.groups import CacheLayout, GroupKind
 from kvcore.ports import Copy, CopyEngine, DeviceEvent
 from kvcore.sim.engine import Engine, EngineConfig, EngineStats, NullProbe, PagedMemory, Policy, RequestSpec
+from kvcore.sim.engine.block_pool import BlockNames
 from kvcore.sim.engine.device import POISON
+from kvcore.sim.engine.scheduler import Scheduler
+from kvcore.sim.engine.step import StepOutput
 from kvcore.sim.loop import SimLoop
 from kvcore.sim.model import MODEL_KINDS, build_model
 from kvcore.sim.ports.copy import SimCopyEngine
@@ -682,3 +685,28 @@ def test_an_exception_in_the_forward_pass_reaches_the_caller() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         rig.run([RequestSpec("a", (1, 2, 3), 1)])
     assert caught.group_contains(RuntimeError)
+
+
+class TwoPromises(DictScheduler):
+    """Promises "short" its first 32 tokens and "long" its first 16, both to be loaded beside the steps."""
+
+    def matched_tokens(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
+        return {"short": 32, "long": 16}[request.request_id], True
+
+    def after_alloc(self, request: RequestView, blocks: BlockTable, external_tokens: int) -> None:
+        self._tokens[request.request_id] = request.tokens
+
+
+def test_by_priority_a_loaded_request_without_room_lets_another_one_go_and_make_room() -> None:
+    """Found by the swarm (seed 169): the most urgent of two loaded requests lacked blocks that the other one held, and
+    nobody was admitted any more."""
+    rig = Rig("full", 1, Knobs(load_async=True))
+    config = EngineConfig(num_blocks=20, policy=Policy.PRIORITY)
+    scheduler = Scheduler(config, rig.layout, TwoPromises(rig.cells), NullProbe(), BlockNames())
+    scheduler.add(RequestSpec("short", tuple(range(1, 34)), 2, priority=5))
+    scheduler.update(scheduler.schedule(), StepOutput({}))
+    scheduler.add(RequestSpec("long", tuple(range(100, 170)), 2, priority=0))
+    both = Finished(received=frozenset({"short", "long"}))
+    scheduler.update(scheduler.schedule(), StepOutput({}, both))
+    plan = scheduler.schedule()
+    assert [entry.request.request_id for entry in plan.entries] == ["short"]

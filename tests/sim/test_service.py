@@ -678,9 +678,10 @@ def test_a_debt_to_a_silent_server_sleeps_without_a_timer_and_is_paid_when_the_s
         await world.ask("q", 1, hashes)
         world.network.partition("scheduler.0")
         world.scheduler.end("q")
-        await world.sleep(60 * S)
         link = world.connections[0]
-        assert (link.statistics().debts, link.statistics().outstanding) == (1, 0)
+        assert (link.statistics().debts, link.statistics().debts_asleep) == (1, 0)
+        await world.sleep(60 * S)
+        assert (link.statistics().debts, link.statistics().debts_asleep, link.statistics().outstanding) == (1, 1, 0)
         resends = link.statistics().resends
         assert resends == ConnectionConfig().resends_max - 1
         await world.sleep(600 * S)
