@@ -61,7 +61,7 @@ LIVENESS_NS = 60_000_000_000
 STANDSTILL_NS = 30_000_000_000
 """Without anything getting done. No deadline of a drawn configuration is longer than 20 s."""
 HIT_SHARE_LOSS_MAX = 0.05
-TWINS = 4
+TWINS = 24
 ROOM_FACTOR = 3
 CALLBACKS_MAX = 400_000
 """Of one phase after the faults. A case has some thousand in all; whoever needs so many polls without end."""
