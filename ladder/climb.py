@@ -1,4 +1,5 @@
-"""Runs the cells of a climb, one after the other or in worker processes, and puts the results together.
+"""Runs the cells of a climb, one after the other or in worker processes, then the storm rungs, and puts the results
+together.
 
 Bad input is found before the first cell starts: the trace is read, and every configuration is built once.
 """
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 from kvcore.errors import ConfigError
 from kvcore.ladder.configure import configure
 from kvcore.ladder.matrix import MatrixCell
-from kvcore.ladder.options import LadderOptions
+from kvcore.ladder.options import LadderOptions, check_storms
 from kvcore.ladder.result import CellResult, LadderResult, cell_from_json, cell_to_json, combined_hash
+from kvcore.ladder.swarm_rungs.result import StormResult
 from kvcore.sim.workload import Workload, load_workload
 
 Progress = Callable[[str], None]
@@ -33,7 +36,28 @@ def cells_for(options: LadderOptions) -> tuple[MatrixCell, ...]:
 
 
 def climb_all(options: LadderOptions, jobs: int = 1, progress: Progress | None = None) -> LadderResult:
-    """Climb every cell. Raises `ConfigError` before anything has started if the input cannot be used."""
+    """Climb every cell, then the storm rungs. Raises `ConfigError` before anything has started if the input cannot be
+    used."""
+    check_storms(options)
+    result = _climb_cells(options, jobs, progress) if options.passes else _nothing_climbed(options)
+    if options.storms:
+        result.storms = _climb_storms(options, jobs, progress)
+        result.trace_hash = combined_hash(result.cells, result.storms)
+    return result
+
+
+def _nothing_climbed(options: LadderOptions) -> LadderResult:
+    return LadderResult(_name(options), f"{options.cases} drawn cases per rung", [], "", options.seed)
+
+
+def _climb_storms(options: LadderOptions, jobs: int, progress: Progress | None) -> list[StormResult]:
+    with _needs(options.target):
+        from kvcore.ladder.swarm_rungs.climb import StormOptions, climb_storms
+    storms = StormOptions(options.storms, options.seed, options.cases, jobs, artifacts=options.artifacts)
+    return climb_storms(storms, progress)
+
+
+def _climb_cells(options: LadderOptions, jobs: int, progress: Progress | None) -> LadderResult:
     cells = cells_for(options)
     if not cells:
         known = ", ".join(map(str, _target(options).CELLS[:6]))
@@ -69,11 +93,18 @@ def _name(options: LadderOptions) -> str:
 def _target(options: LadderOptions) -> Any:
     """The module of `kvcore.ladder.targets`: `CELLS`, `check`, `cells` and `climb_cell`."""
     name = "stranger" if options.connector else options.target
-    try:
+    with _needs(name):
         return importlib.import_module(f"kvcore.ladder.targets.{name}")
+
+
+@contextmanager
+def _needs(target: str) -> Iterator[None]:
+    """What is imported in here may be missing: a `ConfigError` says how to install it."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"target {name} needs {error.name}, which is not installed: pip install 'kvcore[sim]'"
+            f"target {target} needs {error.name}, which is not installed: pip install 'kvcore[sim]'"
         ) from None
 
 

@@ -14,14 +14,25 @@ from typing import Any
 
 from kvcore.cli import parse_bytes
 from kvcore.errors import ConfigError
-from kvcore.ladder.options import REQUESTS, LadderOptions, check_cells, check_rungs, check_seed, check_target
+from kvcore.ladder.options import (
+    REQUESTS,
+    STORM_CASES,
+    LadderOptions,
+    check_cases,
+    check_cells,
+    check_rungs,
+    check_seed,
+    check_storms,
+    check_target,
+)
+from kvcore.ladder.swarm.command import check_artifacts
 
 
 def register(commands: Any) -> None:
     """Add `ladder` to the command line (entry point `kvcore.commands`)."""
     parser = commands.add_parser("ladder", help="does the cache change any output? Climb the rungs")
     parser.add_argument("--target", default="sim", help="sim (default) or local")
-    parser.add_argument("--rungs", default="0-4", metavar="0-4", help="which rungs to climb; rung 0 is always run")
+    parser.add_argument("--rungs", default="0-4", metavar="0-4", help="which rungs to climb; 5-8 are the storm rungs")
     parser.add_argument("--seed", default="0", metavar="N")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a Mooncake-format trace (JSON lines)")
     parser.add_argument("--cell", action="append", default=[], metavar="CELL", help="one configuration; repeatable")
@@ -30,6 +41,8 @@ def register(commands: Any) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=16, metavar="N", help="cache chunk size in tokens")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
     parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
+    parser.add_argument("--cases", metavar="N", help=f"cases of each storm rung (default {STORM_CASES})")
+    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="write a directory per failed case into DIR")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="worker processes")
     parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
     parser.set_defaults(run=run)
@@ -40,9 +53,10 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
     target = check_target(arguments.target)
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs takes a number of processes from 1 on, not {arguments.jobs}")
-    return LadderOptions(
+    passes, storms = check_rungs(arguments.rungs)
+    options = LadderOptions(
         target=target,
-        passes=check_rungs(arguments.rungs),
+        passes=passes,
         seed=check_seed(arguments.seed),
         trace=arguments.trace,
         requests=REQUESTS[target] if arguments.requests is None else arguments.requests,
@@ -51,7 +65,23 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         l2_dir=arguments.l2,
         connector=arguments.connector,
         cells=check_cells(arguments.cell),
+        storms=storms,
+        cases=check_cases(arguments.cases),
+        artifacts=check_artifacts(arguments.artifacts),
     )
+    check_storms(options)
+    _check_used(arguments, options)
+    return options
+
+
+def _check_used(arguments: argparse.Namespace, options: LadderOptions) -> None:
+    """What nobody would look at is refused: it was meant to do something."""
+    no_passes = ("cell", "trace", "l1", "l2", "requests") if not options.passes else ()
+    no_storms = ("cases", "artifacts") if not options.storms else ()
+    for name in (*no_passes, *no_storms):
+        if getattr(arguments, name) not in (None, []):
+            rungs = "0 to 4" if name in no_passes else "5 to 8"
+            raise ConfigError(f"--{name} is for the rungs {rungs}, and none of them is climbed")
 
 
 def run(arguments: argparse.Namespace) -> int:

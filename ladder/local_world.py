@@ -117,7 +117,7 @@ class LocalWorld:
 
     def deaths(self) -> None:
         """Everything is one process."""
-        return None
+        return
 
     def process_name(self, process: str) -> str:
         return ""

@@ -13,16 +13,23 @@ from typing import Any
 
 from kvcore.errors import ConfigError
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
-from kvcore.ladder.result import expand_rungs, parse_rungs
+from kvcore.ladder.result import expand_rungs, parse_rungs, split_rungs
 
 TARGETS = ("sim", "local", "torch")
 REQUESTS = {"sim": 120, "local": 48, "torch": 40}
 """Requests per pass when nobody says otherwise. Real time is dearer than simulated time."""
+STORM_CASES = 250
+STORM_CASES_MAX = 30_000
+"""Cases of each storm rung, besides those that single kinds of faults need."""
 
 
 @dataclass(frozen=True, slots=True)
 class LadderOptions:
-    """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`."""
+    """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`.
+
+    `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
+    written into `artifacts`.
+    """
 
     target: str = "sim"
     passes: tuple[str, ...] = expand_rungs(range(5))
@@ -35,6 +42,9 @@ class LadderOptions:
     l2_dir: Path | None = None
     connector: str | None = None
     cells: tuple[MatrixCell, ...] = FULL_MATRIX
+    storms: tuple[str, ...] = ()
+    cases: int = STORM_CASES
+    artifacts: Path | None = None
 
     def default_trace(self) -> Path | None:
         """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""
@@ -52,12 +62,33 @@ def check_target(name: str) -> str:
     raise ConfigError(f"unknown target {name!r}: this version has {', '.join(TARGETS)}{hint}")
 
 
-def check_rungs(text: str, option: str = "--rungs") -> tuple[str, ...]:
-    """The passes to climb for `--rungs`."""
+def check_rungs(text: str, option: str = "--rungs") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The passes to climb, and the storm rungs, for `--rungs`."""
     try:
-        return parse_rungs(text)
+        return split_rungs(parse_rungs(text))
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def check_cases(text: str | None, option: str = "--cases") -> int:
+    """How many cases each storm rung gets."""
+    if text is None:
+        return STORM_CASES
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= STORM_CASES_MAX:
+        raise ConfigError(f"{option} takes a whole number from 1 to {STORM_CASES_MAX}, not {text!r}")
+    return int(text)
+
+
+def check_storms(options: LadderOptions) -> None:
+    """Raises `ConfigError` where storm rungs are asked of somebody who has none."""
+    if not options.storms:
+        return
+    if options.connector is not None:
+        raise ConfigError(
+            "rungs 5 to 8 break kvcore's own servers, stores and processes; with --connector the ladder has 0 to 4"
+        )
+    if options.target != "sim":
+        raise ConfigError(f"rungs 5 to 8 need the simulated world; target {options.target} has the rungs 0 to 4")
 
 
 def check_seed(text: str, option: str = "--seed") -> int:

@@ -73,6 +73,10 @@ class Child:
     def stop(self, timeout_s: float) -> int:
         """Ask it to end, wait; its exit status. `InternalError` when it does not end, after killing it."""
         self.signal(signal.SIGTERM)
+        return self.ended(timeout_s)
+
+    def ended(self, timeout_s: float) -> int:
+        """Wait for the end of a child that was told; as `stop`. Not told twice: its handler may be gone by then."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -92,4 +96,4 @@ def stop_all(children: Sequence[Child], timeout_s: float) -> list[int]:
     """All at once, so that one slow child does not keep the others; their exit statuses."""
     for child in children:
         child.signal(signal.SIGTERM)
-    return [child.stop(timeout_s) for child in children]
+    return [child.ended(timeout_s) for child in children]

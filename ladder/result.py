@@ -1,5 +1,8 @@
 """What a climb found: per rung, per matrix cell and over the whole matrix, and its JSON form (schema 1).
 
+Rungs 0 to 4 and the replay are passes over one workload, in many configurations; their sums are here. Rungs 5 to 8 are
+cases of the swarm (`kvcore.ladder.swarm_rungs`); a `LadderResult` has their results beside the others.
+
 A rung that did not do what it is for fails, also when every byte was right: no load on rung 3, no preemption with a
 store in flight on rung 4, a hit share under its floor. `Floors` are those demands; they belong to a target, because a
 small smoke run cannot ask for what the full matrix must show.
@@ -13,6 +16,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvcore.ladder.swarm_rungs.result import StormResult
+
 SCHEMA = 1
 
 RUNG_NAMES = {
@@ -23,7 +28,13 @@ RUNG_NAMES = {
     "3b": "hot from L2",
     "4": "hot, preempted",
     "replay": "replay",
+    "5": "lying, slow L2",
+    "6": "hostile network",
+    "7": "crashes, restarts",
+    "8": "the whole swarm",
 }
+STORM_RUNG_FIRST, RUNG_LAST = 5, 8
+"""From the first of these on, rungs are cases of the swarm."""
 
 
 @dataclass(slots=True)
@@ -142,10 +153,13 @@ class LadderResult:
     cells: list[CellResult]
     trace_hash: str
     seed: int
+    storms: list[StormResult] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        good = self.cells and all(cell.verdict == "pass" for cell in self.cells) and not self.shortfalls
+        """An empty run has shown nothing, and fails."""
+        verdicts = [cell.verdict for cell in self.cells] + [storm.verdict for storm in self.storms]
+        good = verdicts and all(verdict == "pass" for verdict in verdicts) and not self.shortfalls
         return "pass" if good else "fail"
 
     @property
@@ -174,7 +188,10 @@ class LadderResult:
             "target": self.target,
             "workload": self.workload,
             "seed": self.seed,
-            "rungs": [rung.to_json() for rung in totals if rung.rung != "replay"],
+            "rungs": [
+                *[rung.to_json() for rung in totals if rung.rung != "replay"],
+                *[storm.to_json() for storm in self.storms],
+            ],
             "replay": replay[0] if replay else {},
             "cells": [cell_to_json(cell) for cell in self.cells],
             "trace_hash": self.trace_hash,
@@ -207,11 +224,13 @@ def cell_from_json(data: dict[str, Any]) -> CellResult:
     )
 
 
-def combined_hash(cells: Sequence[CellResult]) -> str:
-    """One hash over the cells' trace hashes, in the order given. Empty where runs cannot be repeated."""
-    if not any(cell.trace_hash for cell in cells):
+def combined_hash(cells: Sequence[CellResult], storms: Sequence[StormResult] = ()) -> str:
+    """One hash over the trace hashes of the cells and storm rungs, in the order given. Empty where runs cannot be
+    repeated."""
+    hashes = [(cell.cell, cell.trace_hash) for cell in cells] + [(storm.rung, storm.trace_hash) for storm in storms]
+    if not any(trace for _, trace in hashes):
         return ""
-    return blake3("".join(f"{cell.cell}={cell.trace_hash};" for cell in cells).encode()).hexdigest()[:32]
+    return blake3("".join(f"{name}={trace};" for name, trace in hashes).encode()).hexdigest()[:32]
 
 
 def failures(cells: Iterable[CellResult]) -> list[str]:
@@ -225,29 +244,39 @@ def failures(cells: Iterable[CellResult]) -> list[str]:
 
 
 def parse_rungs(text: str) -> tuple[str, ...]:
-    """`0-4`, `0-2`, `3`, `0,1,4`: the rungs to climb. Always with rung 0, the reference of the others; rungs 3 and 4
-    come with rung 2, which fills the cache that they are about.
+    """`0-4`, `0-2`, `3`, `0-8`, `5`: the rungs to climb. Rungs up to 4 always come with rung 0, the reference of the
+    others; rungs 3 and 4 come with rung 2, which fills the cache that they are about. The storm rungs need none of
+    them.
 
     Raises ValueError with a sentence for anything else.
     """
-    chosen: set[int] = {0}
+    chosen: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
-            raise ValueError(f"rungs are numbers from 0 to 4, such as 0-4 or 0,2; {text!r} is not")
+            raise ValueError(f"rungs are numbers from 0 to {RUNG_LAST}, such as 0-4 or 0,2; {text!r} is not")
         first, last = int(low), int(high) if dash else int(low)
-        if not 0 <= first <= last <= 4:
-            raise ValueError(f"rung {part.strip()!r} does not exist; this target has the rungs 0 to 4")
+        if not 0 <= first <= last <= RUNG_LAST:
+            raise ValueError(f"rung {part.strip()!r} does not exist; the ladder has the rungs 0 to {RUNG_LAST}")
         chosen.update(range(first, last + 1))
+    if min(chosen) < STORM_RUNG_FIRST:
+        chosen.add(0)
     if chosen & {3, 4}:
         chosen.add(2)
     return expand_rungs(sorted(chosen))
 
 
 def expand_rungs(numbers: Sequence[int]) -> tuple[str, ...]:
-    """The passes behind rung numbers: rung 3 is climbed twice, and rung 4 is followed by the replay."""
+    """The passes behind rung numbers: rung 3 is climbed twice, and rung 4 is followed by the replay. A storm rung is
+    called by its number alone."""
     passes: list[str] = []
     for number in numbers:
         passes.append(str(number))
         passes.extend({3: ["3b"], 4: ["replay"]}.get(number, []))
     return tuple(passes)
+
+
+def split_rungs(passes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(passes over one workload, storm rungs)"""
+    storms = tuple(name for name in passes if name.isdigit() and int(name) >= STORM_RUNG_FIRST)
+    return tuple(name for name in passes if name not in storms), storms

@@ -229,9 +229,9 @@ class CacheStack:
         return key in server.l1.ever_published or key in self._past
 
     def held(self, request_id: str) -> tuple[set[Cell], int] | None:
-        """As in `rungs.Cache`. None also where leases have ended under a lookup that was answered before: its promise
-        was right then, and the load will find out. Nothing counts as held for a lookup that has failed, and nothing of
-        another tenant."""
+        """As in `rungs.Cache`. None also where leases, or the session with all its leases, have ended under a lookup
+        that was answered before: its promise was right then, and the load will find out. Nothing counts as held for a
+        lookup that has failed, and nothing of another tenant."""
         tracker = self._scheduler.tracker(request_id)
         if tracker is None or not tracker.looked_up_tokens:
             return None
@@ -241,6 +241,8 @@ class CacheStack:
             return None
         if self._lookup_failed(tracker.session, tracker.generation):
             return set(), tracker.skip_chunks
+        if any(_died_of_idleness(tracker.session, server) for server in self.servers):
+            return None
         keys = [key for server in self.servers for key in server.l1.protected(tracker.session)]
         return {cell_of(key) for key in keys if key.cache_salt == tracker.cache_salt}, tracker.skip_chunks
 
@@ -278,3 +280,8 @@ class CacheStack:
             for region in mapped.values():
                 if isinstance(region, AttachedRegion):
                     region.close()
+
+
+def _died_of_idleness(session: str, server: ServerStack) -> bool:
+    """Whether the server knows the session no more, and has ended some because nobody named them."""
+    return session not in server.server.session_names and server.server.statistics().sessions_expired > 0

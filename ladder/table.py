@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcore.ladder.result import RUNG_NAMES, LadderResult, RungResult, failures
+from kvcore.ladder.swarm_rungs.table import render_storms, reproduce_lines, storm_failures
 
 _COLUMNS = (
     ("requests", "requests"),
@@ -19,15 +20,21 @@ _COLUMNS = (
 
 
 def render(result: LadderResult) -> str:
-    """The table, the workload it ran on, and what failed."""
-    head = f"{'rung':<7}{'name':<16}" + "".join(f"{title:>13}" for title, _ in _COLUMNS) + f"{'hit share':>11}  verdict"
-    lines = [f"ladder: target {result.target}, {len(result.cells)} configuration(s), seed {result.seed}"]
-    lines += [f"workload: {result.workload}", "", head, "-" * len(head)]
-    lines += [_line(rung) for rung in result.totals()]
-    lines += ["", *([f"trace hash {result.trace_hash}"] if result.trace_hash else []), _speed(result)]
+    """The tables, the workload they were climbed with, and what failed."""
+    climbs = f", {len(result.cells)} configuration(s)" if result.cells else ""
+    lines = [f"ladder: target {result.target}{climbs}, seed {result.seed}"]
+    lines += [f"workload: {result.workload}"]
+    lines += ["", *_climbs(result)] if result.cells else []
+    lines += ["", *render_storms(result.storms)] if result.storms else []
+    lines += ["", *([f"trace hash {result.trace_hash}"] if result.trace_hash else []), *_speed(result)]
     lines += [f"verdict: {result.verdict}"]
     lines += _failures(result)
     return "\n".join(lines)
+
+
+def _climbs(result: LadderResult) -> list[str]:
+    head = f"{'rung':<7}{'name':<16}" + "".join(f"{title:>13}" for title, _ in _COLUMNS) + f"{'hit share':>11}  verdict"
+    return [head, "-" * len(head), *map(_line, result.totals())]
 
 
 def _line(rung: RungResult) -> str:
@@ -37,7 +44,14 @@ def _line(rung: RungResult) -> str:
     return f"{rung.rung:<7}{RUNG_NAMES[rung.rung]:<16}{cells}{shown:>11}  {rung.verdict}"
 
 
-def _speed(result: LadderResult) -> str:
+def _speed(result: LadderResult) -> list[str]:
+    lines = [_speed_of_climbs(result)] if result.cells else []
+    cases = sum(storm.counts.cases for storm in result.storms)
+    cpu = sum(storm.cpu_s for storm in result.storms)
+    return [*lines, f"{cases:,} cases, {cpu:.1f} s CPU: {cases / cpu:.1f} per CPU second"] if cases and cpu else lines
+
+
+def _speed_of_climbs(result: LadderResult) -> str:
     cpu = sum(cell.cpu_s for cell in result.cells)
     callbacks = sum(cell.callbacks for cell in result.cells)
     if not cpu or not callbacks:
@@ -48,10 +62,11 @@ def _speed(result: LadderResult) -> str:
 
 def _failures(result: LadderResult) -> list[str]:
     found = [*failures(result.cells), *result.shortfalls]
-    if not found:
-        return []
-    shown = [f"  {line}" for line in found[:20]]
-    if len(found) > 20:
-        shown.append(f"  ... and {len(found) - 20} more")
-    reproduce = [f"  {cell.reproduce}" for cell in result.cells if cell.verdict != "pass"][:5]
-    return ["", "failures:", *shown, "", "reproduce with:", *reproduce]
+    shown = [*found[:20], *([f"... and {len(found) - 20} more"] if len(found) > 20 else [])]
+    shown += storm_failures(result.storms)
+    return ["", "failures:", *(f"  {line}" for line in shown), "", *_reproduce(result)] if shown else []
+
+
+def _reproduce(result: LadderResult) -> list[str]:
+    cells = [cell.reproduce for cell in result.cells if cell.verdict != "pass"][:5]
+    return ["reproduce with:", *(f"  {line}" for line in [*cells, *reproduce_lines(result.storms)])]

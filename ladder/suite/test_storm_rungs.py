@@ -24,10 +24,11 @@ def test_no_storm_changes_an_output(rung: str, ladder_options: Any, record_prope
 
     result = climb_all(dataclasses.replace(ladder_options, passes=(), storms=(rung,)), jobs=1)
     (storm,) = result.storms
-    report = {"target": result.target, "workload": result.workload, "seed": result.seed, "storm": storm.to_json()}
+    row = storm.to_json()
+    report = {"target": result.target, "workload": result.workload, "seed": result.seed, "storm": row}
     record_property(PROPERTY, json.dumps(report))
     for name in ("verdict", "cases", "effects", "deaths"):
-        record_property(f"ladder_rung_{rung}_{name}", report["storm"][name])
+        record_property(f"ladder_rung_{rung}_{name}", row[name])
     from kvcore.ladder.swarm_rungs.table import reproduce_lines, storm_failures
 
     assert result.verdict == "pass", "\n".join([*storm_failures(result.storms), *reproduce_lines(result.storms)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from kvcore.errors import ConfigError
 from kvcore.ladder.zoo import contract, copies, identity, l2, leases, liveness, prefix, staging
 from kvcore.ladder.zoo.mutant import Mutant
 
+NEAR_MAX = 3
 _THEMES = (copies, prefix, contract, leases, staging, l2, identity, liveness)
 
 
@@ -23,8 +25,9 @@ ZOO: dict[str, Mutant] = _by_name(mutant for theme in _THEMES for mutant in them
 
 
 def find_mutant(name: str) -> Mutant:
-    """The mutant of that name. Raises `ConfigError` that names the likely ones."""
+    """The mutant of that name. Raises `ConfigError` that names those that are like it."""
     if name not in ZOO:
-        near = [each for each in ZOO if name in each] or list(ZOO)
-        raise ConfigError(f"the zoo has no mutant {name!r}; there are {', '.join(near)}")
+        near = [each for each in ZOO if name in each][:NEAR_MAX] or get_close_matches(name, ZOO, NEAR_MAX, 0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else "kvcore zoo --list names them all"
+        raise ConfigError(f"the zoo has no mutant {name!r}; {hint}")
     return ZOO[name]

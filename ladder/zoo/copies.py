@@ -111,7 +111,7 @@ MUTANTS = (
             "return self._wait_ended(pending) if pending and layer else None",
         ),
     ),
-    bug(
+    hard(
         "refused_copies_count_as_loaded",
         "E",
         "what the device did not take, or broke off, is good if only the lease was good (R16, R18)",
@@ -125,7 +125,7 @@ MUTANTS = (
         "bytes",
         Edit(f"{_WORKER}._store", "[index in moved for index", "[index in moved or bool(moved) for index"),
     ),
-    bug(
+    hard(
         "errors_of_asynchronous_loads_are_not_reported",
         "E",
         "the end of the load is reported, its bad blocks are not (R16)",

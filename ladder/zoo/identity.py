@@ -25,15 +25,4 @@ MUTANTS = (
         "prefix hits liveness leases",
         Edit("kvcore.service.server:CacheServer._lookup", "salt=request.salt,", "salt=session.salt,"),
     ),
-    bug(
-        "stores_without_the_tenant",
-        "J",
-        "what is stored is named without the tenant's salt (R46, R47)",
-        "hits liveness prefix",
-        Edit(
-            "kvcore.service.worker_client:WorkerClient._store_message",
-            "self._rank, salt, wanted)",
-            'self._rank, "", wanted)',
-        ),
-    ),
 )

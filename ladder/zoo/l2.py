@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
+from kvcore.ladder.zoo.mutant import Edit, bug, safe
 
 _ADAPTER = "kvcore.l2.indexed:IndexedAdapter"
 _INDEX = "kvcore.l2.index:Index"
 _ENVELOPE = "kvcore.l2.envelope"
 
 MUTANTS = (
-    bug(
-        "bad_record_stays_visible",
-        "E",
-        "a record that failed to load is remembered as there: each lookup says yes, each load says no (R17)",
-        "liveness hits",
-        Edit(f"{_ADAPTER}._settle_read", "        self._doom(entry, gone)\n", ""),
-    ),
     bug(
         "payload_is_not_checked",
         "K",
@@ -62,29 +55,11 @@ MUTANTS = (
         ),
     ),
     bug(
-        "unknown_outcome_counts_as_not_written",
-        "K",
-        "a write that broke off may lie in the store, and nobody accounts for it or deletes it (R19, R52)",
-        "memory plan crash",
-        Edit(f"{_ADAPTER}._settle_write", "elif result.unknown:", "elif False:"),
-    ),
-    bug(
         "locked_records_are_evicted",
         "F",
         "a record is a victim although a lookup has locked it (R27)",
         "crash plan",
         Edit(f"{_INDEX}.lock", "    self._recency.remove(entry)\n", ""),
-    ),
-    bug(
-        "two_writers_of_one_record",
-        "G",
-        "a store of a key that is being written does not wait for the first (R29)",
-        "crash",
-        Edit(
-            f"{_ADAPTER}._store",
-            "elif entry.state in (State.WRITING, State.DELETING):",
-            "elif entry.state is State.DELETING:",
-        ),
     ),
     safe(
         "missing_record_is_an_error",
@@ -103,16 +78,5 @@ MUTANTS = (
         "an operating system error on the store path leaves the piece of work (R53)",
         "the adapter: work that broke off has an unknown outcome, is answered FAILED and cleaned up",
         Edit("kvcore.l2.work:_write", "except Exception as error:", "except StoreError as error:"),
-    ),
-    hard(
-        "refused_load_counts_as_loaded",
-        "E",
-        "a load that the adapter did not take is delivered as a full success (R18)",
-        "bytes",
-        Edit(
-            "kvcore.l2.pump:AdapterPump.load",
-            "self._submit(lambda: self.adapter.submit_load(keys, buffers), waiting, 0)",
-            "self._submit(lambda: self.adapter.submit_load(keys, buffers), waiting, (1 << len(keys)) - 1)",
-        ),
     ),
 )

@@ -10,13 +10,6 @@ _WRITEBACK = "kvcore.writeback:WritebackController"
 _CLIENT = "kvcore.service.scheduler_client:SchedulerClient"
 
 MUTANTS = (
-    bug(
-        "aborted_lookup_is_not_ended",
-        "F",
-        "a request that goes before its lookup has an answer leaves session and leases behind (R24)",
-        "leases liveness",
-        Edit(f"{_CLIENT}.end", "if record.asked else ()", "if record.asked and lookup.outcome is not None else ()"),
-    ),
     safe(
         "lookup_ends_without_giving_anything_back",
         "F",
@@ -64,13 +57,6 @@ MUTANTS = (
         Edit("kvcore.service.workers:WorkerDesk.died", "    worker = self._workers.get(name)\n", "    worker = None\n"),
     ),
     safe(
-        "lookup_ends_without_cancel",
-        "F",
-        "the session does not cancel its job when it ends (R24)",
-        "the release of the owner: the prefetch cancels the job that the owner stands for",
-        Edit("kvcore.session:SessionTable._drop_lookup", "    job.cancel()\n", ""),
-    ),
-    safe(
         "unneeded_chunks_stay_leased_until_settled",
         "F",
         "leases behind the greatest servable length are kept when the lookup answers (R22)",
@@ -88,14 +74,14 @@ MUTANTS = (
         "late_locks_are_not_returned",
         "F",
         "a lookup answers the store's late reply with nothing; the locks it took stay (R24, R37)",
-        "plan",
+        "plan liveness",
         Edit(f"{_PREFETCH}._ask", "pump.unlock([keys[position] for position in bitmap.bits(bits)])", "pass"),
     ),
     bug(
         "unused_locks_are_not_returned",
         "F",
         "what a lookup locked in L2 and does not load stays locked (R22)",
-        "plan",
+        "plan liveness",
         Edit(
             f"{_PREFETCH}._plan",
             """\
@@ -109,7 +95,7 @@ MUTANTS = (
         "retried_stores_keep_their_lease",
         "F",
         "a write-back that is tried again takes a new lease and keeps the old one (R26)",
-        "leases",
+        "leases liveness",
         Edit(f"{_WRITEBACK}._end", "[item.key for item in batch.items]", "[item.key for item in over]"),
     ),
     bug(
@@ -145,14 +131,14 @@ MUTANTS = (
         "draining_memory_is_never_freed",
         "K",
         "an object that was removed under a copy keeps its memory when the copy has ended (R57)",
-        "memory",
+        "memory liveness",
         Edit(f"{_L1}.unhold", "if not slot.holds:", "if not slot.holds and slot.state is _RESIDENT:"),
     ),
-    bug(
+    safe(
         "late_release_hits_the_next_lookup",
         "G",
         "a release is for the session, whichever lookup it was meant for (R32, R37, R40)",
-        "prefix leases hits plan crash",
+        "the order of one connection, and that each request is executed at most once",
         Edit(
             "kvcore.session:_covers",
             "lookup.connection == connection and lookup.epoch <= epoch",
@@ -163,7 +149,7 @@ MUTANTS = (
         "store_deadline_frees_what_is_being_written",
         "H",
         "giving up a write-back ends its hold, though the store still reads the bytes (R35)",
-        "bytes leases memory",
+        "bytes leases memory visibility",
         Edit(
             f"{_WRITEBACK}._give_up",
             "    self._end(batch, batch.items)\n",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
+from kvcore.ladder.zoo.mutant import Edit, bug, safe
 
 _PREFETCH = "kvcore.prefetch:PrefetchController"
 _LOADS = "kvcore.loads:LoadTable"
@@ -22,6 +22,7 @@ MUTANTS = (
             "return min(self._deadline_ns, *dues) if dues else self._deadline_ns",
             "return min(dues, default=None)",
         ),
+        planes=("transport",),
     ),
     safe(
         "server_without_a_lookup_deadline",
@@ -52,52 +53,30 @@ MUTANTS = (
             "",
         ),
     ),
-    hard(
-        "waiting_lookups_are_not_woken",
-        "H",
-        "bytes that come free are not offered to those who wait for them (R36)",
-        "liveness hits",
-        Edit(f"{_LOADS}._give_back", "    self._freed()\n", ""),
-        Edit("kvcore.loads:UnreadLedger.end", "        self._freed()\n", ""),
-    ),
     bug(
         "lost_release_is_not_sent_again",
         "H",
         "a release that gets lost is not repeated, and the leases stay until the session dies (R24, R33)",
-        "liveness leases",
+        "leases liveness memory",
         Edit(
             f"{_CONNECTION}._paid",
             "if code not in _LOST | _UNREAD:",
             "if True:",
         ),
+        planes=("transport",),
     ),
-    bug(
-        "debts_are_not_paid_after_silence",
-        "H",
-        "what a silent server is owed is given up when it has been silent too long (R33)",
-        "liveness leases",
-        Edit(f"{_CONNECTION}._paid", "elif debt.attempts < self._config.resends_max:", "elif False:"),
-        Edit(f"{_CONNECTION}._wake_debts", "            self._pay(key, debt)\n", ""),
-    ),
-    bug(
+    safe(
         "requests_are_executed_twice",
         "H",
         "a message that the network delivers twice is carried out twice (R39)",
-        "leases liveness server plan",
+        "the names: tags, tickets and epochs are used once, so a second execution finds nothing to do",
         Edit("kvcore.service.peers:ConnectionTable.admit", "return request_id > last_id", "return True"),
     ),
-    hard(
-        "lookup_of_a_request_that_is_gone_is_not_disowned",
-        "H",
-        "a server that restarted carries out a lookup which is over here, and nobody tells it (R33, R37)",
-        "leases liveness",
-        Edit(f"{_CLIENT}._disown", "if not begun or connection.owes(_debt(session)):", "if True:"),
-    ),
-    hard(
+    safe(
         "debts_are_void_after_a_restart",
         "G",
         "what is sent again to a restarted server is owed nothing there, and is never released (R31, R33)",
-        "leases liveness",
+        "the session, which dies of idleness in the new life as well",
         Edit(f"{_CONNECTION}._life_ended", "if subject_of(debt.message) not in carried:", "if True:"),
     ),
     safe(
@@ -126,6 +105,7 @@ MUTANTS = (
             "if isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER:",
             "if False:",
         ),
+        planes=("process",),
     ),
     bug(
         "one_load_per_reader",
@@ -133,13 +113,6 @@ MUTANTS = (
         "every lookup loads for itself what another one is loading already (R58, R63)",
         "plan crash server",
         Edit(f"{_PREFETCH}._observe", "    if self.loads.in_flight:\n", "    if False:\n"),
-    ),
-    bug(
-        "prefetch_of_what_the_engine_has",
-        "L",
-        "the engine's own prefix is looked up, locked and loaded as well (R67)",
-        "prefix counters",
-        Edit(f"{_CLIENT}._send_lookup", "skip_chunks=lookup.skip_chunks,", "skip_chunks=0,"),
     ),
     bug(
         "close_waits_for_a_hung_store",

@@ -18,6 +18,7 @@ from typing import Literal
 Kind = Literal["bug", "hard", "safe"]
 
 BUG_SEEDS = 200
+SAFE_SEEDS = 500
 HARD_SEEDS = 1000
 
 
@@ -71,5 +72,5 @@ def hard(name: str, group: str, reason: str, oracles: str, *edits: Edit, **more:
 
 def safe(name: str, group: str, reason: str, behind: str, *edits: Edit, **more: object) -> Mutant:
     """The removal of one safeguard of two."""
-    seeds = {"budget_seeds": HARD_SEEDS, **more}
+    seeds = {"budget_seeds": SAFE_SEEDS, **more}
     return Mutant(name, "safe", group, reason, edits, behind=behind, **seeds)  # type: ignore[arg-type]

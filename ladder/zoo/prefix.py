@@ -81,14 +81,14 @@ MUTANTS = (
         ),
     ),
     bug(
-        "window_wants_a_chunk_more_than_is_written",
+        "window_loads_a_chunk_that_was_not_looked_up",
         "D",
-        "the reader of a window group demands one chunk more than the writer keeps (R14)",
-        "prefix",
+        "the load wants one chunk more of a window group than the lookup has asked for (R14)",
+        "crash prefix server bytes",
         Edit(
-            f"{_RULE}.servable",
-            "windowed(present, self.width, chunks)",
-            "windowed(present, self.width + (self.kind is GroupKind.WINDOW), chunks)",
+            f"{_RULE}.needed",
+            "return span(max(0, length - self.width), length)",
+            "return span(max(0, length - self.width - (self.kind is GroupKind.WINDOW)), length)",
         ),
     ),
     bug(

@@ -33,7 +33,7 @@ def everything_below(root: Path) -> list[tuple[str, bytes]]:
 
 
 def test_an_unknown_rung_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'7' does not exist" in refused(capsys, "--rungs", "7")
+    assert "'9' does not exist" in refused(capsys, "--rungs", "9")
 
 
 @pytest.mark.parametrize("rungs", ["", "two", "3-1", "-1", "0-4-5", "1,,2"])
@@ -149,7 +149,7 @@ def test_the_command_itself_says_one_line_and_exits_with_2(tmp_path: Path) -> No
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.splitlines() == [
-        "kvcore ladder: error: --rungs: rung '9' does not exist; this target has the rungs 0 to 4"
+        "kvcore ladder: error: --rungs: rung '9' does not exist; the ladder has the rungs 0 to 8"
     ]
     assert everything_below(tmp_path) == []
 

@@ -35,14 +35,41 @@ from kvcore.ladder.targets.torch.messages import EngineSetup, Report, Step, pack
 from kvcore.ladder.targets.torch.model import TorchModel, build_torch_model
 from kvcore.ladder.targets.torch.pages import Entry, TorchForward, TorchPages
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
+from kvcore.ports import DeviceEvent
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.service.remote import ServerLink
 from kvcore.service.zmq_transport import ZmqServerTransport
-from kvcore.sim.engine.worker import ComputeStream
 from kvcore.sim.model import Layer
 
 _FINDINGS_MAX = 10
 _REDUCE_TIMEOUT_S = 60
+
+
+class FailingStream:
+    """The device's compute stream. What raises fails the stream and all that waits for it, and comes back to `finish`.
+
+    The simulated engine's stream hides a failure from its device: a store behind a broken all-reduce would then copy
+    pages that were never computed, and publish them.
+    """
+
+    def __init__(self, device: ThreadCopyEngine) -> None:
+        self._device = device
+        self._error: BaseException | None = None
+
+    def submit(self, work: Callable[[], None], duration_ns: int = 0) -> DeviceEvent:
+        def noting() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        return self._device.run_compute(noting, duration_ns)
+
+    async def finish(self, event: DeviceEvent) -> None:
+        await event.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class WorkerProcess:
@@ -56,7 +83,7 @@ class WorkerProcess:
         self._pages = TorchPages(layout, model, setup.num_blocks)
         self._reference = DenseReference(model)
         self._device = ThreadCopyEngine(loop, f"device{rank}")
-        self._stream = ComputeStream(self._device)
+        self._stream = FailingStream(self._device)
         self._link = ServerLink(loop, remote_config(setup), namespace_of(setup, layout), layout)
         self._side = WorkerConnector(layout, rank, self._link.worker(rank))
         self._side.register(self._pages.arrays, self._device)
@@ -163,6 +190,8 @@ class WorkerProcess:
         # What a failed load has left is reported with its blocks, and computed again; it is no finding.
         findings = tuple(text for blocks, text in self._suspects if blocks.isdisjoint(errors))
         self._suspects = []
+        for text in findings:  # the engine may die with the report
+            print(text, file=sys.stderr, flush=True)
         return Report(
             step.number,
             sampled,
