@@ -4,6 +4,9 @@
 #   make vllm     the real vLLM scheduler on the ladder, in .venv-vllm (1.8 GB); skipped loudly where it cannot install
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 #   make ladder-torch   the rungs on a real transformer, in separate processes
+#   make storm-rungs    rungs 5 to 8: faults, crashes, the whole swarm      make zoo   does the harness find planted bugs?
+#   make soak           hours of all that      make mutation   mutants of the pure core against the tests
+#   make bench-peers    the server beside another cache's, in .venv-peers
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
 # told to install where torch is needed: from an index whose torch is built for CUDA this downloads gigabytes that
 # nothing here uses; `make test TORCH_PIP="torch --index-url URL-OF-CPU-BUILDS"` chooses another one.
@@ -12,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 TORCH_PIP ?= torch==2.13.0
+SOAK_SEEDS ?= 20000
 BIN := $(VENV)/bin
 VLLM_PYTHON := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/.kvcore-vllm
@@ -19,7 +23,7 @@ STAMP := $(VENV)/.kvcore-dev
 TORCH_STAMP := $(VENV)/.kvcore-torch
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@)): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: setup ladder ladder-torch test vllm check bench wheel clean system
+.PHONY: setup ladder ladder-torch storm-rungs zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -32,6 +36,23 @@ ladder: $(STAMP)
 
 $(TORCH_STAMP): $(STAMP)
 	$(call TIME,$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH_PIP) && touch $@)
+
+storm-rungs: $(STAMP)
+	$(call TIME,$(BIN)/kvcore ladder --rungs 5-8 --jobs $(JOBS))
+
+zoo: $(STAMP)
+	$(call TIME,$(BIN)/kvcore zoo --jobs $(JOBS))
+
+# Hours: seeds without end in sight, long searches of the machines, every point of every sweep, the whole zoo, a long storm.
+soak: $(TORCH_STAMP)
+	$(call TIME,$(BIN)/kvcore sim swarm --seeds $(SOAK_SEEDS) --jobs $(JOBS) && $(BIN)/kvcore sim sweep --json && \
+		$(BIN)/python -m pytest -n $(JOBS) tests/machines --hypothesis-profile=soak && $(BIN)/kvcore zoo --jobs $(JOBS))
+
+mutation: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/mutation)
+
+bench-peers: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/bench_peers.py)
 
 ladder-torch: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/kvcore ladder --target torch)

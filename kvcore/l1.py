@@ -182,6 +182,8 @@ class L1Cache:
         check_owner(owner)
         resident = self._resident
         slots = [slot for slot in map(resident.get, keys) if slot is not None]
+        if not slots:
+            return [_UNKNOWN] * len(keys)
         self._lease(owner, slots, deadline_ns)
         if len(slots) == len(keys):
             return [_RESERVED] * len(keys)

@@ -99,6 +99,8 @@ class UnreadLedger:
 
     def join(self, owner: Owner, keys: Iterable[ObjectKey]) -> None:
         """`owner` has leased these; those that are unread stay so until it ends as well."""
+        if not self._entries:
+            return
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
@@ -106,6 +108,8 @@ class UnreadLedger:
 
     def read(self, owner: Owner, keys: Iterable[ObjectKey]) -> None:
         """`owner`'s leases on these have ended."""
+        if not self._entries:
+            return
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None and owner in entry[2]:

@@ -14,6 +14,7 @@ from enum import Enum, unique
 from typing import Protocol
 
 from kvcore import bitmap
+from kvcore.bitmap import ones
 from kvcore.budget import Grant
 from kvcore.deadlines import DeadlineTimer
 from kvcore.groups import CacheLayout
@@ -50,12 +51,13 @@ class Cells:
         self._groups = len(layout.groups)
         self._salt = salt
         self._model_name = model_name
-        self._index = {chunk_hash: chunk for chunk, chunk_hash in enumerate(hashes)}
-        assert len(self._index) == len(hashes)
+        self._hashes = hashes  # distinct
+        self._chunk_of: dict[bytes, int] = {}
         wanted = 0
         for row in demand.required:
             wanted |= row
         self._first = (wanted & -wanted).bit_length() - 1 if wanted else 0
+        self._all = ones(len(hashes)) >> self._first << self._first
         tail = hashes[self._first :]
         self._keys = [
             object_keys(tail, model_name, row.rank, row.group, salt) if cells else []
@@ -66,9 +68,17 @@ class Cells:
         first = self._first
         batch: list[ObjectKey] = []
         for keys, row in zip(self._keys, rows, strict=True):
-            if row:
+            if row == self._all:
+                batch.extend(keys)
+            elif row:
                 batch.extend(keys[chunk - first] for chunk in bitmap.bits(row))
         return batch
+
+    def forget(self) -> None:
+        """The lookup holds nothing and never will again: its keys, most of its memory, go before its session does."""
+        self._keys = []
+        self._hashes = ()
+        self._chunk_of = {}
 
     def sizes(self, rows: Sequence[int], cell_bytes: Sequence[int]) -> list[int]:
         sizes: list[int] = []
@@ -78,7 +88,10 @@ class Cells:
 
     def cell(self, key: ObjectKey) -> tuple[int, int] | None:
         """(row, chunk), or None when the key is not of this lookup."""
-        chunk = self._index.get(key.chunk_hash)
+        if not self._chunk_of:  # most lookups never ask: what they find is all or nothing
+            self._chunk_of = {chunk_hash: chunk for chunk, chunk_hash in enumerate(self._hashes)}
+            assert len(self._chunk_of) == len(self._hashes)
+        chunk = self._chunk_of.get(key.chunk_hash)
         row = key.kv_rank * self._groups + key.object_group_id
         if chunk is None or not 0 <= row < len(self._keys) or not 0 <= key.object_group_id < self._groups:
             return None

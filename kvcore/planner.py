@@ -54,7 +54,7 @@ class Demand:
     def __post_init__(self) -> None:
         assert self.chunks >= 0
         assert len(self.required) == len(self.layout.rows)
-        assert all(row >> self.chunks == 0 for row in self.required)
+        assert max(self.required, default=0) >> self.chunks == 0
 
     def fold(self, rows: Sequence[int]) -> int:
         """Bit set of the lengths that `rows` (a subset of `required`) can serve."""
@@ -89,7 +89,7 @@ def demand_of(
 ) -> Demand:
     """`masks`: per row, the cells this server is responsible for; the first `skip_chunks` chunks are not needed."""
     asked = ((1 << chunks) - 1) & ~((1 << min(skip_chunks, chunks)) - 1)
-    return Demand(layout, chunks, prompt_tokens, tuple(mask & asked for mask in masks))
+    return Demand(layout, chunks, prompt_tokens, tuple([mask & asked for mask in masks]))
 
 
 def none_of(rows: Sequence[int]) -> Rows:
@@ -97,19 +97,19 @@ def none_of(rows: Sequence[int]) -> Rows:
 
 
 def union(left: Sequence[int], right: Sequence[int]) -> Rows:
-    return tuple(a | b for a, b in zip(left, right, strict=True))
+    return tuple([a | b for a, b in zip(left, right, strict=True)])
 
 
 def minus(left: Sequence[int], right: Sequence[int]) -> Rows:
-    return tuple(a & ~b for a, b in zip(left, right, strict=True))
+    return tuple([a & ~b for a, b in zip(left, right, strict=True)])
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> Rows:
-    return tuple(a & b for a, b in zip(left, right, strict=True))
+    return tuple([a & b for a, b in zip(left, right, strict=True)])
 
 
 def cells_in(rows: Sequence[int]) -> int:
-    return sum(row.bit_count() for row in rows)
+    return sum(map(int.bit_count, rows))
 
 
 def useful(demand: Demand, held: Sequence[int], missing: Sequence[int]) -> Rows:

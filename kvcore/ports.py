@@ -102,7 +102,10 @@ class ServerTransport(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """A point in a device stream. `done` turns true when everything before it has completed."""
+    """A point in a device stream. `done` turns true when everything before it has completed.
+
+    Where that ended with an error, nothing that waits for this point is carried out; it ends with an error too.
+    """
 
     @property
     def done(self) -> bool: ...

@@ -6,7 +6,7 @@ A `LookupJob` goes through these phases, forwards only:
 
     start --observe--> [waiting] --admitted--> looking --all adapters answered--> loading --last load ended--> answered
       |                    |                      |                                  |                            |
-      |  nothing to load   |       the job's deadline, in any phase: answer with what is held now                 |
+      |  nothing can come  |       the job's deadline, in any phase: answer with what is held now                 |
       `--------------------+----------------------+-----------> answered <-----------'           settle, reads -> ended
                                 cancel, in any phase: give everything back -----------------------------------> ended
 
@@ -151,6 +151,9 @@ class PrefetchController:
         self._cells_asked += cells_in(demand.required)
         self._observe(job)
         self._cells_l1 += job.leases
+        self._tracer.event(
+            "prefetch.begin", owner.session, owner.generation, len(hashes), cells_in(demand.required), job.leases
+        )
         self._begin(job)
         return job
 
@@ -163,7 +166,7 @@ class PrefetchController:
             raise CallerError(f"owner {owner} still has a lookup; release it or use the next generation")
         if len(masks) != len(self._layout.rows):
             raise CallerError(f"{len(masks)} masks for a layout of {len(self._layout.rows)} rows")
-        if skip_chunks < 0 or any(mask < 0 for mask in masks):
+        if skip_chunks < 0 or min(masks) < 0:
             raise CallerError("skip_chunks and masks must not be negative")
         if len(hashes) * self._layout.chunk_tokens > prompt_tokens:
             raise CallerError(f"{len(hashes)} chunks are more than a prompt of {prompt_tokens} tokens has")
@@ -173,9 +176,12 @@ class PrefetchController:
         if job.deadline_ns <= self._clock.now_ns():
             self._deadline(job)
             return
-        job.timer = DeadlineTimer(self._loop, self._clock, job.deadline_ns, lambda: self._deadline(job))
         wanted = self._wanted(job)
-        if not self._pumps or not any(wanted):
+        if not any(wanted) and not job.joined:
+            self._answer(job)  # nothing can come that would change it: neither a plan nor a timer is needed
+            return
+        job.timer = DeadlineTimer(self._loop, self._clock, job.deadline_ns, lambda: self._deadline(job))
+        if not any(wanted):
             self._plan(job)
             return
         job.grant = self._budget.request(worst_case_bytes(job.demand, wanted))
@@ -192,14 +198,18 @@ class PrefetchController:
         if not keys:
             return
         answers = self._l1.reserve_read(job.owner, keys, deadline_ns=job.lease_deadline_ns)
-        leased = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.RESERVED]
-        if len(leased) == len(keys):
+        found = answers.count(Answer.RESERVED)
+        leased: list[ObjectKey] = []
+        if found == len(keys):
+            leased = keys
             job.held = job.demand.required
-        elif leased:
+        elif found:
+            leased = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.RESERVED]
             job.held = union(job.held, job.cells.rows(leased))
         self.loads.unread.join(job.owner, leased)
-        for key in leased:
-            self._leave(job, key)
+        if job.joined:
+            for key in leased:
+                self._leave(job, key)
         if self.loads.in_flight:
             for key in keys:
                 load = self.loads.in_flight.get(key)
@@ -208,6 +218,8 @@ class PrefetchController:
 
     def _wanted(self, job: LookupJob) -> Rows:
         """The cells that could make the answer longer and that nobody is bringing yet."""
+        if not self._pumps or job.held == job.demand.required:
+            return none_of(job.held)
         coming = union(job.held, job.cells.rows(job.joined))
         return useful(job.demand, coming, minus(job.demand.required, coming))
 
@@ -329,7 +341,11 @@ class PrefetchController:
         for key in (*arrived, *lost):
             job.joined.pop(key, None)
         assert job.phase not in (Phase.ANSWERED, Phase.ENDED), "a reader that had left was given a lease"
-        job.held = union(job.held, job.cells.rows(arrived))
+        rows = job.cells.rows(arrived)
+        job.held = union(job.held, rows)
+        loaded_bytes = sum(size * row.bit_count() for size, row in zip(self._layout.cell_bytes_rows, rows, strict=True))
+        owner = job.owner
+        self._tracer.event("prefetch.loaded", owner.session, owner.generation, len(arrived), len(lost), loaded_bytes)
         if job.phase is Phase.LOADING:
             if lost and not job.replanned:
                 self._replan(job)
@@ -382,7 +398,8 @@ class PrefetchController:
         self._ready += 1
         self._tracer.event("prefetch.ready", job.owner.session, job.owner.generation, best)
         self._finish(job, LookupState.READY)
-        job.timer = DeadlineTimer(self._loop, self._clock, job.lease_deadline_ns, lambda: self._expire(job))
+        if any(job.held):
+            job.timer = DeadlineTimer(self._loop, self._clock, job.lease_deadline_ns, lambda: self._expire(job))
         self._end_leases(job, tuple(row >> best << best for row in job.held))
 
     def settle(self, job: LookupJob, length: int) -> None:
@@ -402,6 +419,7 @@ class PrefetchController:
         if job.state is LookupState.PENDING:
             self._cancelled += 1
             job.reason = reason
+            self._tracer.event("prefetch.failed", job.owner.session, job.owner.generation, reason)
             self._finish(job, LookupState.FAILED)
         job.phase = Phase.ENDED
         self._end_leases(job, job.held)
@@ -433,20 +451,22 @@ class PrefetchController:
             self._leave(job, key)
 
     def _end_leases(self, job: LookupJob, rows: Rows) -> None:
-        keys = job.cells.keys(rows)
+        keys = job.cells.keys(rows) if any(rows) else ()
         if keys:
             self._l1.finish_read(job.owner, keys)
         self._note_ended(job, rows, keys)
 
     def _note_ended(self, job: LookupJob, rows: Rows, keys: Sequence[ObjectKey]) -> None:
         """The leases on `rows` are over; keep our record and the ledger in step. A job without leases is forgotten."""
-        job.held = minus(job.held, rows)
-        self.loads.unread.read(job.owner, keys)
+        if keys:
+            job.held = minus(job.held, rows)
+            self.loads.unread.read(job.owner, keys)
         if job.phase in (Phase.ANSWERED, Phase.ENDED) and not any(job.held):
             job.phase = Phase.ENDED
             if job.timer is not None:
                 job.timer.cancel()
                 job.timer = None
+            job.cells.forget()
             self._jobs.pop(job.owner, None)
 
     def finish_read(self, owner: Owner, keys: Sequence[ObjectKey]) -> list[Answer]:

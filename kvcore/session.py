@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvcore.errors import CallerError
 from kvcore.leases import Owner
@@ -74,8 +74,7 @@ _PENDING = Verdict(VerdictKind.PENDING)
 _UNKNOWN = Verdict(VerdictKind.UNKNOWN)
 
 
-@dataclass(frozen=True, slots=True)
-class LookupName:
+class LookupName(NamedTuple):
     """Which lookup of a session is meant, as the client counts."""
 
     connection: int

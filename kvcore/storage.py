@@ -50,6 +50,7 @@ from kvcore.lookup_job import LookupJob, LookupState
 from kvcore.memory import Slot
 from kvcore.ports import Clock, NullTracer, Tracer
 from kvcore.prefetch import PrefetchController, PrefetchStatistics
+from kvcore.runtime.confined import LoopConfined
 from kvcore.writeback import WritebackConfig, WritebackController, WritebackStatistics
 
 __all__ = ["LookupJob", "LookupState", "Storage", "StorageConfig", "StorageStatistics"]
@@ -140,12 +141,14 @@ class Storage:
         self._l1 = l1
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self._confined = LoopConfined()
         self._adapters = tuple(adapters)
         self._pumps = [AdapterPump(adapter) for adapter in adapters]
         self._stagings: dict[tuple[str, str], _Staging] = {}
         self._readings: dict[str, dict[tuple[Owner, ObjectKey], Slot]] = {}
         self._idle_waiters: dict[asyncio.Future[None], None] = {}
         self._closed = False
+        self._tracer = tracer
         self._prefetch = PrefetchController(
             layout=layout,
             model_name=model_name,
@@ -187,6 +190,7 @@ class Storage:
 
         Raises CallerError when `owner` still has a lookup or the arguments do not fit the layout.
         """
+        self._confined.check()
         return self._prefetch.start(
             owner,
             hashes,
@@ -199,6 +203,7 @@ class Storage:
 
     def release_owner(self, owner: Owner) -> int:
         """Cancel the owner's lookup and end all its leases; copies that still run keep their holds. Leases ended."""
+        self._confined.check()
         return self._prefetch.release_owner(owner)
 
     # Stores
@@ -212,6 +217,7 @@ class Storage:
         deadline_ns: int | None = None,
     ) -> tuple[list[Answer], list[Slot | None]]:
         """Staging for `holder` to copy into, under its I/O hold. Per key: RESERVED and a slot, or why not."""
+        self._confined.check()
         if self._closed:
             raise CallerError("the storage is closed; nothing can be stored")
         answers, slots = self._l1.reserve_write(tag, keys, sizes, deadline_ns=deadline_ns)
@@ -224,22 +230,27 @@ class Storage:
             staging.slots.setdefault(key, []).append(slot)
         if deadline_ns is not None:
             staging.timers.append(DeadlineTimer(self._loop, self._clock, deadline_ns, self._expire))
+        self._tracer.event("store.begin", holder, tag, len(keys), len(reserved), _bytes_of(slots))
         return answers, slots
 
     def commit_store(self, tag: str, holder: str, keys: Sequence[ObjectKey]) -> list[Answer]:
         """The copies have ended well: publish. The write-back follows by itself."""
         known = self._end_staging(tag, holder, keys)
-        return self._answer_known(keys, known, self._l1.finish_write(tag, list(known)))
+        answers = self._l1.finish_write(tag, list(known))
+        self._trace_end("store.commit", holder, tag, len(known), answers.count(Answer.PUBLISHED))
+        return self._answer_known(keys, known, answers)
 
     def abort_store(self, tag: str, holder: str, keys: Sequence[ObjectKey]) -> list[Answer]:
         """The copies have ended and their bytes must not be used: give the staging up while it is write-locked."""
         known = self._end_staging(tag, holder, keys, aborting=True)
+        self._trace_end("store.abort", holder, tag, len(known), len(known))
         return self._answer_known(keys, known, list(known.values()))
 
     def _end_staging(
         self, tag: str, holder: str, keys: Sequence[ObjectKey], *, aborting: bool = False
     ) -> dict[ObjectKey, Answer]:
         """End the holds on those of `keys` that `holder` stages; when aborting, give them up before."""
+        self._confined.check()
         staging = self._stagings.get((holder, tag))
         if staging is None:
             return {}
@@ -249,6 +260,13 @@ class Storage:
         if not staging.slots:
             self._drop_staging(holder, tag)
         return dict(zip(known, answers, strict=True))
+
+    def _trace_end(self, label: str, holder: str, tag: str, cells: int, done: int) -> None:
+        """Some cells of a store have been decided; was it the last of them?"""
+        if cells:
+            self._tracer.event(label, holder, tag, done)
+            if (holder, tag) not in self._stagings:
+                self._tracer.event("store.end", holder, tag)
 
     def _drop_staging(self, holder: str, tag: str) -> None:
         for timer in self._stagings.pop((holder, tag)).timers:
@@ -266,11 +284,14 @@ class Storage:
 
     def open_read(self, holder: str, owner: Owner, keys: Sequence[ObjectKey]) -> list[Slot | None]:
         """`holder` begins to copy out, under `owner`'s leases. None: not leased (any more), so not readable."""
+        self._confined.check()
         open_slots = self._readings.setdefault(holder, {})
         fresh = [key for key in dict.fromkeys(keys) if (owner, key) not in open_slots]
-        for key, slot in zip(fresh, self._l1.hold_read(holder, owner, fresh), strict=True):
+        held = self._l1.hold_read(holder, owner, fresh)
+        for key, slot in zip(fresh, held, strict=True):
             if slot is not None:
                 open_slots[owner, key] = slot
+        self._trace_read("read.begin", holder, owner, [slot for slot in held if slot is not None])
         result = [open_slots.get((owner, key)) for key in keys]
         if not open_slots:
             del self._readings[holder]
@@ -278,13 +299,19 @@ class Storage:
 
     def close_read(self, holder: str, owner: Owner, keys: Sequence[ObjectKey]) -> list[Answer]:
         """The copies have ended: hold and lease end. RELEASED: the bytes were protected all along."""
+        self._confined.check()
         open_slots = self._readings.get(holder, {})
         known = {key: slot for key in keys if (slot := open_slots.pop((owner, key), None)) is not None}
         if holder in self._readings and not open_slots:
             del self._readings[holder]
         self._l1.unhold(holder, list(known.values()))
+        self._trace_read("read.end", holder, owner, list(known.values()))
         answers = dict(zip(known, self._prefetch.finish_read(owner, list(known)), strict=True))
         return [answers.pop(key, Answer.UNKNOWN) for key in keys]
+
+    def _trace_read(self, label: str, holder: str, owner: Owner, slots: Sequence[Slot]) -> None:
+        if slots:
+            self._tracer.event(label, holder, owner.session, owner.generation, len(slots), _bytes_of(slots))
 
     def give_up_holder(self, holder: str) -> int:
         """`holder` is silent: nothing that it stages will be published, and the leases of what it reads end.
@@ -292,6 +319,7 @@ class Storage:
         Its copies may still run, so its holds stay; commit, abort and close end them, now with answers that say that it
         was too late. Returns the reservations and leases ended.
         """
+        self._confined.check()
         ended = 0
         for (name, tag), staging in self._stagings.items():
             if name == holder:
@@ -305,10 +333,13 @@ class Storage:
 
         Leases of the owners it read for are not touched; their own deadline or release ends them.
         """
+        self._confined.check()
         for name, tag in [each for each in self._stagings if each[0] == holder]:
             self._l1.abort_write(tag, list(self._stagings[name, tag].slots))
             self._drop_staging(name, tag)
-        self._readings.pop(holder, None)
+            self._tracer.event("store.end", name, tag)
+        if self._readings.pop(holder, None) is not None:
+            self._tracer.event("read.drop", holder)
         return self._l1.release_holder(holder)
 
     # L1's announcements
@@ -327,6 +358,7 @@ class Storage:
 
     def drop_l1(self) -> int:
         """Delete every object that no lease protects; how many. L2 keeps its copies."""
+        self._confined.check()
         return self._l1.clear()
 
     def _expire(self) -> None:
@@ -388,6 +420,7 @@ class Storage:
             waiter.cancel()
 
     def statistics(self) -> StorageStatistics:
+        self._confined.check()
         return StorageStatistics(
             l1=self._l1.statistics(),
             prefetch=self._prefetch.statistics(),
@@ -407,6 +440,10 @@ def _writeback_config(config: StorageConfig) -> WritebackConfig:
         backoff_ns=config.store_backoff_ns,
         batch_objects_max=config.store_batch_objects_max,
     )
+
+
+def _bytes_of(slots: Sequence[Slot | None]) -> int:
+    return sum(slot.size for slot in slots if slot is not None)
 
 
 class _Both:

@@ -11,12 +11,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 PARTS = (
-    ("unit + machines", ["tests/unit", "tests/machines"]),
+    ("unit + machines", ["tests/unit", "tests/machines", "tests/threads"]),
     ("conformance", ["tests/conformance"]),
     ("simulation", ["tests/sim"]),
-    ("quality", ["tests/quality"]),
+    ("swarm", ["tests/quality/test_swarm.py", "tests/quality/test_sweeps.py"]),
+    ("zoo", ["tests/quality/test_zoo.py"]),
+    (
+        "quality",
+        [
+            "tests/quality",
+            "--ignore-glob=*/test_swarm.py",
+            "--ignore-glob=*/test_sweeps.py",
+            "--ignore-glob=*/test_zoo.py",
+        ],
+    ),
     ("ladder", ["tests/ladder"]),
     ("service", ["tests/service"]),
+    ("storm", ["tests/storm"]),
     ("ladder torch", ["tests/torch"]),
 )
 

@@ -20,7 +20,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _server(arguments: argparse.Namespace) -> int:
-    quick = Sizes(rounds=3, round_trips=1000, big_lookups=10, throughput_lookups=300, copy_batch=16)
+    quick = Sizes(rounds=3, round_trips=1000, big_lookups=10, throughput_lookups=300)
     found = bench_server(quick if arguments.quick else Sizes())
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
     return 0
@@ -32,6 +32,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{trips['what']} (n = {trips['n']})",
         f"    p50 {trips['ack_p50_us']:.0f} us, p99 {trips['ack_p99_us']:.0f} us; "
         f"echo p50 {trips['echo_p50_us']:.0f} us, p99 {trips['echo_p99_us']:.0f} us; ratio {trips['ratio_p50']:.2f}",
+        f"    processor time per message: {trips['ack_cpu_us']:.0f} us, echo {trips['echo_cpu_us']:.0f} us; "
+        f"ratio {trips['ratio_cpu']:.2f}",
         f"{big['what']} (n = {big['n']})",
         f"    p50 {big['p50_ms']:.2f} ms, worst {big['max_ms']:.2f} ms",
         f"{rate['what']} (n = {rate['n']})",

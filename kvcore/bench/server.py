@@ -10,8 +10,9 @@ Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py
     copies         store (reserve, copy, commit) and retrieve (open, copy, close) through shared memory against one
                    copy of the same bytes between two private buffers, everything touched before
 
-Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of the server is read
-from the kernel's clock of that process, so that what runs beside it does not count.
+Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of a server or of the
+echo is read from the kernel's clock of that process, so that what runs beside it does not count: on a busy machine the
+ratio of processor times says what that of the latencies would be on a quiet one, where the server is the bottleneck.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from kvcore.service.remote import RemoteConfig, ServerLink
 CHUNK_TOKENS = 256
 IN_FLIGHT = 64
 _PATIENCE_S = 60.0
+_L1_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
             process.stdout.close()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time of another process so far: the kernel's clock of that process (clock_getcpuclockid(3))."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 # -- round trips
 
 
@@ -136,6 +143,20 @@ class _Raw:
         self._context.term()
 
 
+@dataclass(frozen=True, slots=True)
+class _Trips:
+    """Round trips to one process, and its processor time for each."""
+
+    took: Latencies
+    cpu_us: float
+
+
+def _trips(raw: _Raw, frames: Sequence[bytes], pid: int) -> _Trips:
+    before = cpu_seconds(pid)
+    took = Latencies.of(raw.pipelined(frames, IN_FLIGHT))
+    return _Trips(took, 1e6 * (cpu_seconds(pid) - before) / len(frames))
+
+
 class _Speaker:
     """Frames of one connection to one server, numbered."""
 
@@ -170,21 +191,21 @@ def _hashes(count: int, salt: int = 0) -> list[bytes]:
 def _round_trips(directory: Path, sizes: Sizes) -> dict[str, Any]:
     layout, namespace = _layout()
     with ExitStack() as stack:
-        address, _ = stack.enter_context(server(directory, 64 << 20))
+        address, pid = stack.enter_context(server(directory, 64 << 20))
         echo_address = f"ipc://{directory}/echo.sock"
-        stack.enter_context(_process([sys.executable, "-m", "kvcore.bench.echo", echo_address]))
+        echo_pid = stack.enter_context(_process([sys.executable, "-m", "kvcore.bench.echo", echo_address])).pid
         ours, echo = _Raw(address), _Raw(echo_address)
         stack.callback(ours.close)
         stack.callback(echo.close)
         speaker = _Speaker(ours, layout, namespace)
-        pairs: list[tuple[Latencies, Latencies]] = []
+        pairs: list[tuple[_Trips, _Trips]] = []
         for turn in range(sizes.rounds + 1):
             frames = [
                 speaker.lookup(f"s{turn}.{number}", _hashes(sizes.lookup_chunks, number))
                 for number in range(sizes.round_trips)
             ]
-            yardstick = Latencies.of(echo.pipelined(frames, IN_FLIGHT))
-            found = Latencies.of(ours.pipelined(frames, IN_FLIGHT))
+            yardstick = _trips(echo, frames, echo_pid)
+            found = _trips(ours, frames, pid)
             for number in range(sizes.round_trips):
                 ours.ask(speaker.frame(wire.EndSession(f"s{turn}.{number}", 1)))
             if turn:  # the first one warms up
@@ -192,11 +213,14 @@ def _round_trips(directory: Path, sizes: Sizes) -> dict[str, Any]:
     return {
         "what": f"LOOKUP of {sizes.lookup_chunks} chunks to ACK, {IN_FLIGHT} in flight, against an echo of its bytes",
         "n": sizes.round_trips * len(pairs),
-        "ack_p50_us": median([found.p50_us for found, _ in pairs]),
-        "ack_p99_us": median([found.p99_us for found, _ in pairs]),
-        "echo_p50_us": median([yardstick.p50_us for _, yardstick in pairs]),
-        "echo_p99_us": median([yardstick.p99_us for _, yardstick in pairs]),
-        "ratio_p50": median([found.p50_us / yardstick.p50_us for found, yardstick in pairs]),
+        "ack_p50_us": median([found.took.p50_us for found, _ in pairs]),
+        "ack_p99_us": median([found.took.p99_us for found, _ in pairs]),
+        "ack_cpu_us": median([found.cpu_us for found, _ in pairs]),
+        "echo_p50_us": median([yardstick.took.p50_us for _, yardstick in pairs]),
+        "echo_p99_us": median([yardstick.took.p99_us for _, yardstick in pairs]),
+        "echo_cpu_us": median([yardstick.cpu_us for _, yardstick in pairs]),
+        "ratio_p50": median([found.took.p50_us / yardstick.took.p50_us for found, yardstick in pairs]),
+        "ratio_cpu": median([found.cpu_us / yardstick.cpu_us for found, yardstick in pairs]),
     }
 
 
@@ -217,9 +241,9 @@ def _big_lookup(directory: Path, sizes: Sizes) -> dict[str, Any]:
                 speaker.frame(wire.Query(f"b{number}", 1, 1)),
                 speaker.frame(wire.EndSession(f"b{number}", 1)),
             ]
-            before = _cpu_seconds(pid)
+            before = cpu_seconds(pid)
             replies = [wire.read_reply(raw.ask(frame)) for frame in asked]
-            seconds.append(_cpu_seconds(pid) - before)
+            seconds.append(cpu_seconds(pid) - before)
             assert isinstance(replies[1], wire.Ready), replies[1]
             assert replies[1].lengths
         raw.close()
@@ -273,17 +297,12 @@ def _throughput(directory: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Processor time of another process so far: the kernel's clock of that process (clock_getcpuclockid(3))."""
-    return time.clock_gettime((~pid << 3) | 2)
-
-
 # -- copies
 
 
 def _copies(directory: Path, sizes: Sizes) -> dict[str, Any]:
     layout, namespace = _layout(cell_bytes=sizes.copy_bytes)
-    with server(directory, 4 * sizes.copy_bytes * sizes.copy_batch) as (address, _):
+    with server(directory, _L1_BATCHES * sizes.copy_bytes * sizes.copy_batch) as (address, _):
         return asyncio.run(_copy_rounds(address, layout, namespace, sizes))
 
 
@@ -299,7 +318,8 @@ async def _copy_rounds(address: str, layout: CacheLayout, namespace: Namespace, 
         for page in pages:
             target[page] = source[page]
 
-    for turn in range(sizes.rounds + 3):  # the first ones touch all of L1, so that no page is new afterwards
+    warm = _L1_BATCHES + 1  # these touch all of L1, so that no page is new afterwards
+    for turn in range(warm + sizes.rounds):
         hashes = _hashes(batch, salt=turn)
         begin = time.perf_counter()
         tag = worker.tag(turn + 1)
@@ -316,7 +336,7 @@ async def _copy_rounds(address: str, layout: CacheLayout, namespace: Namespace, 
         loaded = await _timed_load(worker, f"c{turn}", turn + 1, cells, pages, target)
         scheduler.end(f"c{turn}")
         copied = _seconds(copy_all)
-        if turn >= 3:
+        if turn >= warm:
             stores.append(stored)
             loads.append(loaded)
             plain.append(copied)

@@ -48,6 +48,7 @@ from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestVie
 from kvcore.errors import CallerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service.client import SchedulerClient
 
 _ID_CHARS_MAX = 128
@@ -108,11 +109,13 @@ class SchedulerConnector:
         self._sessions = 0
         self._generation = 0
         self._counts: Counter[str] = Counter()
+        self._confined = LoopConfined()
 
     # ------------------------------------------------------------------ asking
 
     def matched_tokens(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         """See `kvcore.connectors.interface.SchedulerSide`. Never blocks; sends at most one lookup per generation."""
+        self._confined.check()
         if local_tokens < 0:
             raise CallerError(f"{request.request_id}: local_tokens must not be negative: {local_tokens}")
         tracker = self._trackers.get(request.request_id) or self._new_tracker(request)
@@ -160,6 +163,7 @@ class SchedulerConnector:
 
     def after_alloc(self, request: RequestView, blocks: BlockTable, external_tokens: int) -> None:
         """Take up the promise, or let it go. Raises `CallerError` if the engine takes what was not promised."""
+        self._confined.check()
         request_id = request.request_id
         tracker = self._trackers.get(request_id)
         self._admitted[request_id] = None
@@ -195,6 +199,7 @@ class SchedulerConnector:
 
     def build_meta(self, step: StepView) -> StepMeta:
         """Plan this step's stores and hand over everything that was planned since the last step."""
+        self._confined.check()
         loads = tuple(self._loads.values())
         loading = frozenset(
             block for plan in loads if not plan.load_async for cell in plan.cells for block in cell.blocks
@@ -242,6 +247,7 @@ class SchedulerConnector:
         exactly one batch is in flight: every load handed over by `build_meta` belongs to the step whose output this
         is. An engine with overlapping batches must load asynchronously.
         """
+        self._confined.check()
         for tracker in list(self._unconfirmed.values()):
             tracker.note_errors(error_blocks)
             loading = tracker.phase is Phase.LOADING
@@ -261,6 +267,7 @@ class SchedulerConnector:
 
     def preempted(self, request_id: str) -> None:
         """All blocks are lost; what a later step loads or stores belongs to a new generation."""
+        self._confined.check()
         tracker = self._trackers.get(request_id)
         if tracker is not None:
             self._new_generation(tracker)
@@ -271,6 +278,7 @@ class SchedulerConnector:
         Blocks of earlier generations are nobody's any more; the workers' fences protect what still reads them.
         What is stored is bounded by the steps that have run, not by `request.tokens`, whose last one has no KV.
         """
+        self._confined.check()
         request_id = request.request_id
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:

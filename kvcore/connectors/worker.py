@@ -47,6 +47,7 @@ from kvcore.connectors.views import NULL_BLOCK, Finished
 from kvcore.errors import CallerError, ConfigError, InternalError
 from kvcore.groups import CacheLayout
 from kvcore.ports import Copy, CopyEngine, CopyTicket
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service.client import Grant, LoadCell, StoreCell, WorkerClient
 
 
@@ -105,6 +106,7 @@ class WorkerConnector:
         self._errors: dict[int, None] = {}
         self._crash: BaseException | None = None
         self._counts: Counter[str] = Counter()
+        self._confined = LoopConfined()
 
     def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
         """Take the engine's pages: `pages[g]` is [blocks, layers, block_tokens, width], each block contiguous."""
@@ -225,6 +227,7 @@ class WorkerConnector:
 
     def load_errors(self) -> frozenset[int]:
         """Blocks of failed loads, each reported once, in the same step as the end of their load."""
+        self._confined.check()
         errors, self._errors = frozenset(self._errors), {}
         assert NULL_BLOCK not in errors
         return errors
@@ -338,6 +341,7 @@ class WorkerConnector:
     # ------------------------------------------------------------------ tasks
 
     def _spawn(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        self._confined.check()
         task = asyncio.get_running_loop().create_task(work, name=job.name)
         self._jobs[task] = job
         task.add_done_callback(self._task_ended)
@@ -351,6 +355,7 @@ class WorkerConnector:
 
     def _raise_crash(self) -> None:
         """A job that died of a bug must stop the worker: its blocks and staging are in an unknown state."""
+        self._confined.check()
         if self._crash is not None:
             raise InternalError(f"this worker has stopped: {self._crash!r}") from self._crash
 

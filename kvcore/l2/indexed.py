@@ -68,6 +68,7 @@ from kvcore.l2.statistics import L2Counts, L2Statistics
 from kvcore.l2.work import Loaded, WriteOrder, Written, delete_all, read_all, slices, write_all
 from kvcore.ports import Executor, Notice, Outcome
 from kvcore.quota import Quota
+from kvcore.runtime.confined import LoopConfined
 
 T = TypeVar("T")
 
@@ -149,6 +150,7 @@ class IndexedAdapter:
         self._loads_done: dict[TaskId, int] = {}
         self._work_inflight = 0
         self._closed = False
+        self._confined = LoopConfined()
         self._recover()
         self.store_notice = notices()
         self.lookup_notice = notices()
@@ -171,9 +173,11 @@ class IndexedAdapter:
         return task
 
     def take_lookup(self, task: TaskId) -> int | None:
+        self._confined.check()
         return self._lookups_done.pop(task, None)
 
     def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
+        self._confined.check()
         if self._closed:
             return
         gone: list[Entry] = []
@@ -200,6 +204,7 @@ class IndexedAdapter:
         return batch.task
 
     def pop_completed_stores(self) -> dict[TaskId, list[StoreAnswer]]:
+        self._confined.check()
         done, self._stores_done = self._stores_done, {}
         return done
 
@@ -318,6 +323,7 @@ class IndexedAdapter:
         return batch.task
 
     def take_load(self, task: TaskId) -> int | None:
+        self._confined.check()
         return self._loads_done.pop(task, None)
 
     def _loadable(self, key: ObjectKey, into: memoryview, gone: list[Entry]) -> Entry | None:
@@ -448,6 +454,7 @@ class IndexedAdapter:
     def close(self) -> None:
         if self._closed:
             return
+        self._confined.check()
         self._closed = True
         for notice in (self.store_notice, self.lookup_notice, self.load_notice):
             notice.close()
@@ -461,6 +468,7 @@ class IndexedAdapter:
         return TaskId(next(self._tasks))
 
     def _check_open(self) -> None:
+        self._confined.check()
         if self._closed:
             raise CallerError(f"the L2 adapter {self.name} is closed")
 
@@ -472,6 +480,7 @@ class IndexedAdapter:
             self._ended(ended, Outcome(None, error))
 
     def _ended(self, ended: Callable[[list[T] | None], None], outcome: Outcome[list[T]]) -> None:
+        self._confined.check()
         self._work_inflight -= 1
         assert self._work_inflight >= 0
         if not self._closed:

@@ -32,6 +32,7 @@ from typing import Generic, TypeVar
 
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Adapter, StoreAnswer, TaskId
+from kvcore.runtime.confined import LoopConfined
 
 R = TypeVar("R")
 
@@ -82,6 +83,7 @@ class AdapterPump:
         self.adapter = adapter
         self.name = adapter.name
         self._loop = asyncio.get_running_loop()
+        self._confined = LoopConfined()
         self._lookups: dict[TaskId, _Waiting[int]] = {}
         self._loads: dict[TaskId, _Waiting[int]] = {}
         self._stores: dict[TaskId, _Waiting[list[StoreAnswer]]] = {}
@@ -141,6 +143,7 @@ class AdapterPump:
 
     def unlock(self, keys: Sequence[ObjectKey]) -> None:
         """Give locks back; the adapter gets it done."""
+        self._confined.check()
         if keys and not self._closed:
             self.adapter.submit_unlock(keys)
 
@@ -163,6 +166,7 @@ class AdapterPump:
         )
 
     def _submit(self, submit: Callable[[], TaskId], waiting: _Waiting[R], refusal: R) -> TaskId | None:
+        self._confined.check()
         assert not self._closed
         self._submitted += 1
         try:
@@ -195,6 +199,7 @@ class AdapterPump:
         self._drain(self._loads, self.adapter.take_load)
 
     def _drain(self, table: dict[TaskId, _Waiting[int]], take: Callable[[TaskId], int | None]) -> None:
+        self._confined.check()
         if self._closed:
             return
         done = [(task, bits) for task in table if (bits := take(task)) is not None]
@@ -203,6 +208,7 @@ class AdapterPump:
             self._late += waiting.deliver(bits)
 
     def _on_stores(self) -> None:
+        self._confined.check()
         if self._closed:
             return
         for task, answers in self.adapter.pop_completed_stores().items():

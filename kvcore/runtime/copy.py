@@ -6,7 +6,7 @@ Each stream name gets one thread and one FIFO queue, created at its first use; t
 is queued is a `_Job`: a copy batch or a piece of compute work. States of a job:
 
     queued --all `after` events done, it is the head of its stream--> begun --last byte moved or failed--> done
-    queued --cancel, or close of the engine--> done, with an error
+    queued --cancel, or close of the engine, or something it waits for has failed--> done, with an error
 
 1. `submit` checks every pair of buffers on the loop thread (sizes, shapes, writability), so that misuse is an exception
    at the call and not an error of the batch.
@@ -15,6 +15,9 @@ is queued is a `_Job`: a copy batch or a piece of compute work. States of a job:
    of them wins. A cancelled job opens its gate, so it does not hold up the stream behind it.
 3. Copies of a batch move in the order given. The first failure ends the batch: its error is the ticket's error, the
    rest is not moved.
+   Nothing moves behind a failure: a job whose event has ended with an error ends with one too, and the compute stream
+   that has failed once computes nothing more, as on a device. Else the pages of a forward pass that was never finished
+   would be stored under the name of a good one.
 4. `done` is set in the stream thread right after the last byte, so it never lags behind the bytes. Callbacks and waits
    go through one queue and one notice to the loop, never from inside the call that registered them.
 
@@ -57,6 +60,10 @@ class CopyCancelled(KvcoreError):
     """The error of a ticket that was cancelled before it had begun: an outcome, nobody's mistake."""
 
 
+class BehindFailure(KvcoreError):
+    """The error of a job that was not run because something that it waits for has failed; `__cause__` is that error."""
+
+
 def matched_arrays(copy: Copy) -> tuple[Array, Array]:
     """(source, target) of `copy` as two arrays of one shape and dtype, without copying a byte.
 
@@ -92,7 +99,18 @@ def _reshaped(flat: Array, like: Array) -> Array:
 class _Job:
     """A ticket and a device event in one: `kvcore.ports.CopyTicket` and `kvcore.ports.DeviceEvent`."""
 
-    __slots__ = ("_begun", "_callbacks", "_done", "_engine", "_error", "_gate", "_gates_shut", "_lock", "_parts")
+    __slots__ = (
+        "_begun",
+        "_callbacks",
+        "_done",
+        "_engine",
+        "_error",
+        "_events",
+        "_gate",
+        "_gates_shut",
+        "_lock",
+        "_parts",
+    )
 
     def __init__(self, engine: ThreadCopyEngine, parts: Sequence[Callable[[], object]]) -> None:
         self._engine = engine
@@ -100,6 +118,7 @@ class _Job:
         self._lock = threading.Lock()
         self._gate = threading.Event()
         self._gates_shut = 0
+        self._events: Sequence[_Job] = ()
         self._begun = False
         self._done = False
         self._error: BaseException | None = None
@@ -144,6 +163,7 @@ class _Job:
     def _shut_gate(self, events: Sequence[_Job]) -> None:
         """The stream may pass when all `events` are done. The extra one keeps the gate shut while we are counting."""
         self._gates_shut = len(events) + 1
+        self._events = events
         for event in events:
             assert event is not self
             event._when_done(self._one_event_done)
@@ -164,7 +184,7 @@ class _Job:
                 return
             assert not self._begun, "a job is the head of its stream only once"
             self._begun = True
-        error = _run_parts(self._parts)
+        error = _failure_of(self._events) or _run_parts(self._parts)
         with self._lock:
             assert not self._done, "cancel must not win after the job has begun"
             self._complete(error)
@@ -172,11 +192,22 @@ class _Job:
     def _complete(self, error: BaseException | None) -> None:
         self._error = error  # before `done`: who sees done may read the error
         self._done = True
-        self._parts = ()
+        self._parts = self._events = ()
         self._gate.set()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+
+def _failure_of(events: Sequence[_Job]) -> BehindFailure | None:
+    """All of them are done. None: all in good order."""
+    for event in events:
+        assert event.done, "the gate was opened too early"
+        if event.error is not None:
+            failure = BehindFailure(f"what this waits for has failed: {event.error!r}")
+            failure.__cause__ = event.error
+            return failure
+    return None
 
 
 def _run_parts(parts: Sequence[Callable[[], object]]) -> BaseException | None:
@@ -227,7 +258,7 @@ class ThreadCopyEngine:
         """Queue `fn` on the compute stream (its thread runs it). Real work takes what it takes: no `duration_ns`."""
         self._check_open()
         job = _Job(self, (fn,))
-        self._enqueue(job, COMPUTE_STREAM, after)
+        self._enqueue(job, COMPUTE_STREAM, (*after, self._last_compute))
         self._last_compute = job
         job.on_done(lambda: self._report(job))
         return job
@@ -272,7 +303,7 @@ class ThreadCopyEngine:
         del self._unfinished[job]
 
     def _report(self, job: _Job) -> None:
-        if job.error is not None and not isinstance(job.error, CopyCancelled):
+        if job.error is not None and not isinstance(job.error, CopyCancelled | BehindFailure):
             self._loop.call_exception_handler({"message": "compute work raised", "exception": job.error})
 
     def _post(self, callback: Callable[[], None]) -> None:

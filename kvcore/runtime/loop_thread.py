@@ -1,5 +1,9 @@
 """A private event loop in its own daemon thread, for synchronous callers.
 
+`call` and `stop` exclude each other: a call is posted to the loop before the stop, and is then answered or cancelled;
+or it is refused. Without that, a call that has looked at the flag before a stop would be posted to a loop that has
+ended, and wait for ever.
+
 Who holds: the object that started it; the thread ends when that object calls `stop`, and does not keep the process from
 ending. `call` hands a coroutine over and waits for its result; if the waiting is interrupted, the coroutine is
 cancelled, so that its own `finally` gives back what it held.
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvcore.errors import CallerError
@@ -24,6 +29,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopped = False
+        self._lock = threading.Lock()  # guards `_stopped` and the order of what is posted
         self._thread.start()
 
     @property
@@ -37,10 +43,7 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop, return or raise what it does. Never from the loop's own thread: it would wait for
         itself."""
-        if self._stopped or threading.current_thread() is self._thread:
-            work.close()
-            raise CallerError("this loop has been stopped" if self._stopped else "call() from the loop's own thread")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._post(work)
         try:
             return future.result()
         except BaseException:
@@ -49,11 +52,22 @@ class LoopThread:
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop and the thread; False if the thread has not ended in time. A second call changes nothing."""
-        if not self._stopped:
-            self._stopped = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        reason = "call() from the loop's own thread"
+        if threading.current_thread() is not self._thread:
+            with self._lock:
+                if not self._stopped:
+                    return asyncio.run_coroutine_threadsafe(work, self._loop)
+            reason = "this loop has been stopped"
+        work.close()
+        raise CallerError(reason)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

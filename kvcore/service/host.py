@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 `start` builds in an order in which every step can still be refused without leaving anything behind:
 
-    keys -> address (two servers on one address end here) -> stale segments of dead servers removed -> shared memory
-    -> L2 stores -> front
+    spans -> keys -> address (two servers on one address end here) -> stale segments of dead servers removed
+    -> shared memory -> L2 stores -> front
 
 and on a failure takes down what it has made, last first. L2 URLs are checked for what can be known at once; a store
 that does not answer is used when it comes (`kvcore.l2.late`). The front answers from then on; the first engine's HELLO
@@ -35,7 +35,8 @@ from kvcore.l2.indexed import IndexedAdapter
 from kvcore.l2.late import LateAdapter
 from kvcore.l2.open import check_url, open_adapter
 from kvcore.l2.statistics import L2Statistics
-from kvcore.ports import Notice
+from kvcore.operations.spans import open_spans
+from kvcore.ports import Notice, NullTracer, Tracer
 from kvcore.quota import Quota
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.deaths import DeathWatch
@@ -84,6 +85,7 @@ class ServerHost:
         self._adapters: list[LateAdapter] = []
         self._front: ServerFront | None = None
         self._storage: Storage | None = None
+        self._tracer: Tracer = NullTracer()
         self._closed = False
 
     async def start(self) -> None:
@@ -100,6 +102,10 @@ class ServerHost:
         loop = asyncio.get_running_loop()
         for url in self.config.l2:
             check_url(url)
+        if self.config.log.otlp_endpoint:
+            export = open_spans(loop, self.config.log.otlp_endpoint)
+            self._exit.push_async_callback(export.close)
+            self._tracer = export.tracer
         transport = self._listen(loop)
         for segment in remove_stale():
             _log.info("removed shared memory %s of a server that died", segment)
@@ -156,6 +162,7 @@ class ServerHost:
             adapters=self._adapters,
             clock=self._clock,
             config=replace(config.storage, prefetch_budget_bytes=self._prefetch_budget()),
+            tracer=self._tracer,
         )
         server = CacheServer(
             storage,

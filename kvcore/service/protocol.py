@@ -56,7 +56,7 @@ import msgspec
 from kvcore.answers import Answer
 from kvcore.errors import CallerError, PeerError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change that an older peer would misread."""
 
 _MAGIC = b"KV"

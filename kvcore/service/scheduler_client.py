@@ -37,6 +37,7 @@ from kvcore.groups import CacheLayout
 from kvcore.lookup import NOTHING, Action, ActionKind, LookupOutcome, LookupState, Pace
 from kvcore.placement import Placement
 from kvcore.ports import Clock
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection
 from kvcore.service.protocol import Error, ErrorCode, Reply
@@ -130,6 +131,7 @@ class SchedulerClient:
         self._sessions: dict[str, _Session] = {}
         self._epoch = 0
         self._counts: Counter[str] = Counter()
+        self._confined = LoopConfined()
 
     # --- what the scheduler calls ----------------------------------------------------------------------------------
 
@@ -192,6 +194,7 @@ class SchedulerClient:
 
     def release(self, session: str, generation: int) -> None:
         """Give everything back, also of a pending lookup. A second call, or one for an old generation: nothing."""
+        self._confined.check()
         record = self._sessions.get(session)
         if record is None or record.lookup is None or record.lookup.generation != generation:
             return
@@ -237,6 +240,7 @@ class SchedulerClient:
     def _check_start(
         self, session: str, generation: int, hashes: Sequence[bytes], prompt_tokens: int, skip_chunks: int
     ) -> None:
+        self._confined.check()
         if not session:
             raise CallerError("a session needs a name")
         if generation < 0 or skip_chunks < 0:
@@ -416,11 +420,13 @@ class SchedulerClient:
         self._after(session, lookup)
 
     def _stop_timer(self, lookup: _Lookup) -> None:
+        self._confined.check()
         if lookup.timer is not None:
             lookup.timer.cancel()
             lookup.timer = None
 
     def _current(self, session: str, generation: int) -> _Lookup:
+        self._confined.check()
         record = self._sessions.get(session)
         if record is None or record.lookup is None or record.lookup.generation != generation:
             raise CallerError(f"generation {generation} of session {session!r} is not the current lookup; start() it")

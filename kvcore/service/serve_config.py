@@ -74,12 +74,16 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """`listen`: where engines connect. `l2`: URLs, in order of preference."""
+    """`listen`: where engines connect. `l2`: URLs, in order of preference.
+
+    `shutdown_ns`: how long the end waits for what is outstanding. The default leaves the process a second of five for
+    the rest.
+    """
 
     listen: str = ""
     chunk_tokens: int = 256
     l2: tuple[str, ...] = ()
-    shutdown_ns: int = 5_000_000_000
+    shutdown_ns: int = 4_000_000_000
     l1: L1Config = field(default_factory=L1Config)
     storage: StorageConfig = field(default_factory=StorageConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

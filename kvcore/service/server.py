@@ -32,9 +32,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -45,47 +45,24 @@ from kvcore.keys import ObjectKey
 from kvcore.leases import Owner
 from kvcore.placement import Placement
 from kvcore.ports import Clock, ServerTransport
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.checks import LimitChecks, RefusedError, too_large
 from kvcore.service.peers import ConnectionTable
 from kvcore.service.protocol import Error, ErrorCode, Header, Identity, Message, Reply, ServerLimits
 from kvcore.service.server_config import ServerConfig, ServerStatistics
-from kvcore.service.workers import WorkerDesk, WorkerStorage
+from kvcore.service.server_ports import Deaths, ServerStorage
+from kvcore.service.workers import WorkerDesk
 from kvcore.session import Job, LookupName, SessionTable, VerdictKind
 
 __all__ = ["CacheServer", "Deaths", "ServerConfig", "ServerStatistics", "ServerStorage"]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
+_ACK = wire.Ack()
+_OPERATORS = (wire.Status, wire.Clear)
+_TAGS = {kind: str(kind.__struct_config__.tag) for kind in wire.Request.__args__}
 _log = logging.getLogger("kvcore.server")
-
-
-class ServerStorage(WorkerStorage, Protocol):
-    """What the server needs of `Storage`."""
-
-    def start_lookup(
-        self,
-        owner: Owner,
-        hashes: Sequence[bytes],
-        *,
-        salt: str,
-        prompt_tokens: int,
-        masks: Sequence[int],
-        skip_chunks: int,
-        deadline_ns: int,
-    ) -> Job: ...
-
-    def release_owner(self, owner: Owner) -> int: ...
-
-    def drop_l1(self) -> int: ...
-
-
-class Deaths(Protocol):
-    """Proves that a process has died (`kvcore.runtime.deaths.DeathWatch`)."""
-
-    def watch(self, key: str, process: str, died: Callable[[], object]) -> bool: ...
-
-    def forget(self, key: str) -> None: ...
 
 
 class CacheServer:
@@ -144,7 +121,8 @@ class CacheServer:
         self._errors: Counter[str] = Counter()
         self._transport: ServerTransport | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        self._expiry_ns = 0
+        self._lives_ns = (self._config.session_idle_ns, self._config.worker_silence_ns)
+        self._confined = LoopConfined()
 
     def _table(self) -> dict[type[Message], Callable[[Header, Any], Reply]]:
         return {
@@ -178,6 +156,7 @@ class CacheServer:
 
     def handle(self, peer: bytes, payload: bytes) -> bytes:
         """Answer one frame. Never raises. `peer` is where the reply goes; nothing is decided by it."""
+        self._confined.check()
         self._counts["requests"] += 1
         self._counts["bytes_in"] += len(payload)
         header = wire.read_header(payload)
@@ -192,6 +171,7 @@ class CacheServer:
 
     def expire(self, now_ns: int) -> int:
         """End the sessions that have been idle too long, reap the workers that were silent too long; how many."""
+        self._confined.check()
         return self._sessions.expire(now_ns) + self._desk.reap(now_ns)
 
     @property
@@ -205,6 +185,7 @@ class CacheServer:
 
     def worker_died(self, worker: str) -> int:
         """The worker's process is *proven* dead: its stores are aborted, its holds end. How many holds that freed."""
+        self._confined.check()
         return self._desk.died(worker)
 
     def attach(self, transport: ServerTransport) -> None:
@@ -227,6 +208,7 @@ class CacheServer:
         self._sessions.clear()
 
     def statistics(self) -> ServerStatistics:
+        self._confined.check()
         return ServerStatistics(
             incarnation=self._incarnation,
             requests=self._counts["requests"],
@@ -254,17 +236,16 @@ class CacheServer:
             self._transport.send(peer, reply)
 
     def _schedule_expiry(self) -> None:
-        """A timer for what dies first; none while there is nothing that could."""
-        dues = [due for due in (self._sessions.next_expiry_ns(), self._desk.next_reap_ns()) if due is not None]
-        if self._transport is None or not dues:
+        """A timer for what dies first; none while there is nothing that could.
+
+        It never waits longer than the shortest of these lives, so nothing that begins later can die before it.
+        """
+        if self._expiry is not None or self._transport is None:
             return
-        when_ns = min(dues)
-        if self._expiry is not None:
-            if self._expiry_ns <= when_ns:
-                return  # it will find nothing due, and look again
-            self._expiry.cancel()
-        self._expiry_ns = when_ns
-        delay_ns = max(0, when_ns - self._clock.now_ns())
+        dues = [due for due in (self._sessions.next_expiry_ns(), self._desk.next_reap_ns()) if due is not None]
+        if not dues:
+            return
+        delay_ns = max(0, min(min(dues) - self._clock.now_ns(), *self._lives_ns))
         self._expiry = asyncio.get_running_loop().call_later(delay_ns / _NS_PER_S, self._expiry_due)
 
     def _expiry_due(self) -> None:
@@ -278,7 +259,7 @@ class CacheServer:
         try:
             request = self._decode(header, payload)
             assert header is not None
-            self._by_operation[str(request.__struct_config__.tag)] += 1
+            self._by_operation[_TAGS[type(request)]] += 1
             return self._execute(header, request)
         except RefusedError as refused:
             return Error(refused.code, refused.text)
@@ -312,7 +293,7 @@ class CacheServer:
     def _execute(self, header: Header, request: wire.Request) -> Reply:
         if isinstance(request, wire.Hello):
             return self._hello(header, request)
-        if isinstance(request, wire.Status | wire.Clear):
+        if isinstance(request, _OPERATORS):
             return self._operations[type(request)](header, request)
         if header.incarnation != self._incarnation:
             raise RefusedError(ErrorCode.STALE_INCARNATION, "this was meant for an earlier life of the server")
@@ -359,7 +340,7 @@ class CacheServer:
 
         name = LookupName(header.connection, request.generation, request.epoch)
         self._sessions.open(session, name, request.salt, start)
-        return wire.Ack()
+        return _ACK
 
     def _check_lookup(self, request: wire.Lookup) -> None:
         limits = self._limits

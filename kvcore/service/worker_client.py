@@ -39,6 +39,7 @@ from kvcore.answers import Answer
 from kvcore.errors import CallerError, PeerError
 from kvcore.groups import CacheLayout
 from kvcore.placement import Placement
+from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection
 from kvcore.service.pings import Pings
@@ -150,6 +151,7 @@ class WorkerClient:
         self._reads: dict[tuple[str, int, int, int], _OpenCell] = {}
         self._tickets = 0
         self._counts: Counter[str] = Counter()
+        self._confined = LoopConfined()
         self._pings = Pings(self._connections, worker_id, self._open_at, self._register)
         for connection in self._connections:
             connection.on_ready(self._register)
@@ -166,6 +168,7 @@ class WorkerClient:
 
     async def reserve_store(self, tag: str, cells: Sequence[StoreCell], salt: str = "") -> list[Grant | None]:
         """Room to write each cell into. None: nothing to write (resident, busy, no space, server gone)."""
+        self._confined.check()
         if tag in self._stores:
             raise CallerError(f"store {tag!r} is open already")
         parts = [_Part(server, f"{tag}/{n}", positions) for n, (server, positions) in enumerate(self._split(cells))]
@@ -206,6 +209,7 @@ class WorkerClient:
 
     async def commit_store(self, tag: str, ok: Sequence[bool]) -> list[Answer]:
         """Publish the granted cells with `ok`, give up the other granted ones. The caller's copies have ended."""
+        self._confined.check()
         store = self._stores.pop(tag, None)
         answers = [Answer.UNKNOWN] * len(ok)
         if store is None:
@@ -240,6 +244,7 @@ class WorkerClient:
 
     def abort_store(self, tag: str) -> None:
         """Give up the whole store. The caller's copies have ended, or never began. A second call does nothing."""
+        self._confined.check()
         store = self._stores.pop(tag, None)
         if store is None:
             return
@@ -255,6 +260,7 @@ class WorkerClient:
 
     async def open_read(self, session: str, generation: int, cells: Sequence[LoadCell]) -> list[Grant | None]:
         """Bytes of cells that the session's lookup holds under lease. None: not there (any more)."""
+        self._confined.check()
         for cell in cells:
             if (session, generation, cell.group, cell.chunk_index) in self._reads:
                 raise CallerError(f"cell {cell.group}/{cell.chunk_index} of session {session!r} is being read already")
@@ -306,6 +312,7 @@ class WorkerClient:
 
     async def close_read(self, session: str, generation: int, cells: Sequence[LoadCell]) -> list[bool]:
         """The copies out of these cells have ended. True: the bytes were protected all the time."""
+        self._confined.check()
         batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for position, cell in enumerate(cells):
             entry = self._reads.pop((session, generation, cell.group, cell.chunk_index), None)

@@ -9,8 +9,9 @@ A ZeroMQ socket shows the loop one descriptor (`ZMQ_FD`) which says only "someth
 1. A *turn* (the descriptor is readable) always reads `ZMQ_EVENTS`, or the descriptor would stay readable for ever.
 2. A turn receives until there is nothing more, but at most `_BURST_MESSAGES`. Then it gives way to the rest of the loop
    and schedules the next turn itself: the descriptor will not signal again for messages it has announced.
-3. After every send, `ZMQ_EVENTS` is read too: a message that came in, or a connection that was made, during the send
-   has no signal left. For either a turn is scheduled; nothing is ever delivered from inside `send`.
+3. After a send, `ZMQ_EVENTS` is read too: a message that came in, or a connection that was made, during the send has no
+   signal left. For either a turn is scheduled; nothing is ever delivered from inside `send`. A send from inside a turn
+   leaves that to the end of the turn, which reads `ZMQ_EVENTS` anyhow: a server answers a burst with one look.
 4. Nothing is received before `receive` was called; ZeroMQ's own queue keeps it.
 
 Connections. The client sets `ZMQ_IMMEDIATE`: `send` answers False while there is no connection, instead of queueing
@@ -57,6 +58,13 @@ _RECONNECT_MS = 20
 _RECONNECT_MS_MAX = 1000
 _IPC = "ipc://"
 
+# As plain numbers: arithmetic with the flags of an enum costs more than receiving a message.
+_DONTWAIT = int(zmq.DONTWAIT)
+_DONTWAIT_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+_POLLOUT = int(zmq.POLLOUT)
+_EVENTS = int(zmq.EVENTS)
+
 Frames = list[bytes]
 
 
@@ -79,6 +87,7 @@ class _Socket:
         self._context: contextvars.Context | None = None
         self._gatekeeper: Gatekeeper | None = None
         self._turn_pending = False
+        self._turning = False
         self._watching = False
         self._closed = False
 
@@ -120,7 +129,8 @@ class _Socket:
 
     def send(self, frames: Frames) -> bool:
         sent = self._try_send(frames)
-        self._look_again(self._events(), refused=not sent)
+        if not self._turning:
+            self._look_again(self._events(), refused=not sent)
         return sent
 
     def check_open(self) -> None:
@@ -150,8 +160,11 @@ class _Socket:
         self._watching = True
 
     def _try_send(self, frames: Frames) -> bool:
+        *heads, last = frames
         try:
-            self._zmq.send_multipart(frames, zmq.DONTWAIT)
+            for head in heads:
+                self._zmq.send(head, _DONTWAIT_MORE)
+            self._zmq.send(last, _DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # no room or no connection; no such peer
                 return False
@@ -159,13 +172,19 @@ class _Socket:
         return True
 
     def _try_receive(self) -> Frames | None:
+        """All frames of one message. Asking a `zmq.Frame` whether more follow is cheaper than asking the socket."""
         try:
-            return self._zmq.recv_multipart(zmq.DONTWAIT)
+            frame = self._zmq.recv(_DONTWAIT, copy=False)
         except zmq.Again:
             return None
+        frames = [frame.bytes]
+        while frame.more:
+            frame = self._zmq.recv(_DONTWAIT, copy=False)
+            frames.append(frame.bytes)
+        return frames
 
     def _events(self) -> int:
-        return int(self._zmq.getsockopt(zmq.EVENTS))
+        return int(self._zmq.getsockopt(_EVENTS))
 
     def _schedule_turn(self) -> None:
         if not self._turn_pending:
@@ -181,24 +200,28 @@ class _Socket:
             return
         if not self._receive_burst():
             return
-        events = self._events()  # last: what receiving has noticed on the way is in it
-        if events & zmq.POLLOUT and self._writable is not None:
+        events = self._events()  # last: what receiving and sending have noticed on the way is in it
+        if events & _POLLOUT and self._writable is not None:
             self._writable()
         self._look_again(events, refused=False)
 
     def _receive_burst(self) -> bool:
         """Hand over what has arrived, up to a limit. False: a callback has closed this end."""
-        for _ in range(_BURST_MESSAGES):
-            frames = None if self._deliver is None else self._try_receive()
-            if frames is None or self._deliver is None:
-                break
-            self._hand_over(self._deliver, frames)
+        self._turning = True
+        try:
+            for _ in range(_BURST_MESSAGES):
+                frames = None if self._deliver is None else self._try_receive()
+                if frames is None or self._deliver is None:
+                    break
+                self._hand_over(self._deliver, frames)
+        finally:
+            self._turning = False
         return not self._closed
 
     def _look_again(self, events: int, refused: bool) -> None:
         """Schedule a turn for what the descriptor no longer signals, because we have just read it."""
-        receivable = self._deliver is not None and events & zmq.POLLIN
-        sendable = refused and self._writable is not None and events & zmq.POLLOUT
+        receivable = self._deliver is not None and events & _POLLIN
+        sendable = refused and self._writable is not None and events & _POLLOUT
         if receivable or sendable:
             self._schedule_turn()
 

@@ -74,7 +74,7 @@ def test_an_l1_smaller_than_a_chunk_is_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_a_size_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "8GiB" in refused(capsys, "--l1", "8parsecs")
+    assert "known are b, kb, mb, gb, tb, kib, mib, gib, tib" in refused(capsys, "--l1", "8parsecs")
 
 
 def test_a_chunk_size_that_no_group_can_have_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,10 @@ OUTER = ("sim", "ladder", "reports")
 # The asyncio shell, and what does blocking work or drives it through ports. Every other module of the core is pure and
 # stands in the import contracts of pyproject.toml.
 SHELL = {
+    "kvcore.bench.command",
+    "kvcore.bench.echo",
+    "kvcore.bench.figures",
+    "kvcore.bench.server",
     "kvcore.cli",
     "kvcore.config.sources",
     "kvcore.connectors.interface",
@@ -50,6 +54,7 @@ SHELL = {
     "kvcore.operations.http",
     "kvcore.operations.logs",
     "kvcore.operations.metrics",
+    "kvcore.operations.spans",
     "kvcore.prefetch",
     "kvcore.service.client",
     "kvcore.service.command",
@@ -77,6 +82,8 @@ OPTIONAL = {"mooncake", "obstore", "redis", "torch", "vllm"}
 CLOCKS_AND_CHANCE = {"datetime", "random", "secrets", "time", "uuid"}
 FENCE = {"kvcore.sim.fence"}  # it replaces them
 STREAMS = {"kvcore.sim.streams"}  # seeded generators are made there, and only there
+# A swarm of so many seconds, and workers that have died: neither decides what a seed does.
+SECONDS = {"kvcore.ladder.swarm.swarm", "kvcore.ladder.swarm.worker"}
 DRAWS_OF_OS = {"urandom", "getrandom"}
 # Definitions only, or input that is hostile and therefore handled instead of asserted.
 FEW_ASSERTIONS = {"kvcore.ports", "kvcore.service.protocol"}
@@ -280,7 +287,9 @@ def _is_numpy(node: ast.expr) -> bool:
 
 
 def test_the_core_reads_clocks_and_draws_only_behind_its_ports() -> None:
-    modules = [name for name in core() if not name.startswith("kvcore.runtime")]
+    """Measurements, and the time in front of a line of the log, decide nothing."""
+    outside = ("kvcore.runtime", "kvcore.bench", "kvcore.operations.logs")
+    modules = [name for name in core() if not name.startswith(outside)]
     assert broken(_reads_a_clock_or_draws(), modules) == {}
 
 
@@ -292,7 +301,7 @@ def test_the_simulation_reads_no_clock_and_draws_only_from_named_streams() -> No
 
 def test_the_ladder_measures_only_processor_time() -> None:
     """Where the engine is the simulated one; around a real one, its targets do as it needs."""
-    real = "kvcore.ladder.targets.vllm"
+    real = ("kvcore.ladder.targets.vllm", "kvcore.ladder.targets.torch", "kvcore.ladder.storm")
     modules = [name for name in sources() if name.startswith("kvcore.ladder") and not name.startswith(real)]
     assert broken(_reads_a_clock_or_draws(frozenset({"time"})), modules) == {}
     used = {
@@ -301,7 +310,8 @@ def test_the_ladder_measures_only_processor_time() -> None:
         for node in ast.walk(tree(name))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
     }
-    assert used == {"process_time"}
+    assert used == {"process_time", "monotonic"}
+    assert {name for name in modules if "time.monotonic" in sources()[name].read_text()} == SECONDS
 
 
 def test_the_rule_about_clocks_sees_every_spelling() -> None:
@@ -373,6 +383,64 @@ def test_the_rules_about_addresses_see_what_they_are_for() -> None:
     for x in sorted(set(a)): pass
     """
     assert lines_in(_orders_by_address, text) == [1, 2, 3, 4]
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+_STARTS_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "run_in_executor", "to_thread", "start_new_thread"}
+_STARTS_THREADS |= {"ThreadingMixIn", "ThreadingHTTPServer", "ThreadingTCPServer", "ThreadingUDPServer"}
+_LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Event"}
+THREADS = {"kvcore.operations.http"}  # and kvcore.runtime
+# Each of them is proven under the scheduler of tests/threads/.
+LOCKS = {"kvcore.l2.file", "kvcore.runtime.copy", "kvcore.runtime.loop_thread", "kvcore.runtime.notice"}
+
+
+def _names(names: set[str], modules: frozenset[str]) -> Callable[[ast.Module], list[int]]:
+    """Lines that use one of `names` of one of `modules` (of anything that is no module: as an attribute)."""
+
+    def rule(module: ast.Module) -> list[int]:
+        lines = []
+        for node in ast.walk(module):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in modules:
+                lines += [node.lineno for alias in node.names if alias.name in names]
+            elif isinstance(node, ast.Attribute) and node.attr in names:
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if owner != "asyncio" or node.attr == "to_thread":
+                    lines.append(node.lineno)
+        return lines
+
+    return rule
+
+
+_starts_threads = _names(
+    _STARTS_THREADS, frozenset({"threading", "concurrent", "_thread", "asyncio", "http", "socketserver"})
+)
+_makes_locks = _names(_LOCKS, frozenset({"threading", "multiprocessing"}))
+
+
+def test_threads_are_started_only_in_the_runtime_and_by_the_http_server() -> None:
+    modules = [name for name in core() if not name.startswith("kvcore.runtime") and name not in THREADS]
+    assert broken(_starts_threads, modules) == {}
+
+
+def test_locks_are_only_where_they_are_proven() -> None:
+    assert set(broken(_makes_locks, core())) == LOCKS
+
+
+def test_the_rules_about_threads_see_every_spelling() -> None:
+    text = """\
+    from threading import Thread
+    from concurrent.futures import ThreadPoolExecutor as Pool
+    threading.Thread(target=f)
+    await asyncio.to_thread(f)
+    loop.run_in_executor(None, f)
+    from http.server import ThreadingHTTPServer
+    import threading
+    from concurrent.futures import Future
+    threading.get_ident()
+    """
+    assert lines_in(_starts_threads, text) == [1, 2, 3, 4, 5, 6]
+    assert lines_in(_makes_locks, "a = threading.Lock()\nfrom threading import Event\nb = asyncio.Event()\n") == [1, 2]
 
 
 # --- exceptions ----------------------------------------------------------------------------------------------------

@@ -126,17 +126,56 @@ def test_secrets_of_urls_are_hidden_and_the_rest_is_kept(url: str, shown: str) -
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("512", 512), ("64KiB", 65536), ("1 GB", 10**9), ("8gib", 8 << 30)]
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("512", 512),
+        ("3b", 3),
+        ("2kB", 2_000),
+        ("2 MB", 2_000_000),
+        ("1 GB", 1_000_000_000),
+        ("1TB", 1_000_000_000_000),
+        ("64KiB", 65_536),
+        ("1MiB", 1_048_576),
+        ("8gib", 8_589_934_592),
+        ("1TiB", 1_099_511_627_776),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert values.parse_size(text) == size
 
 
 @pytest.mark.parametrize(
-    ("text", "ns"), [("250ms", 250 * 10**6), ("30s", 30 * 10**9), ("5 min", 300 * 10**9), ("7ns", 7), ("2us", 2000)]
+    ("text", "ns"),
+    [
+        ("7ns", 7),
+        ("2us", 2_000),
+        ("250ms", 250_000_000),
+        ("30s", 30_000_000_000),
+        ("5 min", 300_000_000_000),
+        ("2h", 7_200_000_000_000),
+    ],
 )
 def test_durations(text: str, ns: int) -> None:
     assert values.parse_duration_ns(text) == ns
+
+
+def test_a_size_without_a_known_unit_is_refused_with_the_units_there_are() -> None:
+    with pytest.raises(ConfigError) as raised:
+        values.parse_size("3 GiBs")
+    assert str(raised.value) == (
+        "'3 GiBs' has no known unit of size; the nearest one is 'gib', known are b, kb, mb, gb, tb, kib, mib, gib, tib"
+    )
+    with pytest.raises(ConfigError) as raised:
+        values.parse_duration_ns("30")
+    assert str(raised.value) == "'30' has no known unit of duration; known are ns, us, ms, s, min, h"
+
+
+def test_yes_and_no_have_several_words() -> None:
+    assert all(values.parse_flag(text) is True for text in ("true", "Yes", "1", " on "))
+    assert all(values.parse_flag(text) is False for text in ("false", "NO", "0", "off"))
+    assert values.parse_list(" a, b ,, c") == ("a", "b", "c")
+    assert values.parse_whole(" 010 ") == 10
 
 
 def test_an_optional_value_can_be_none() -> None:

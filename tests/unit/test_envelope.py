@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +93,31 @@ def test_another_format_version_is_stale_before_anything_else_is_believed():
     assert judge(bytes(record)) is Defect.STALE_VERSION
     record[40:] = bytes(len(record) - 40)
     assert judge(bytes(record)) is Defect.STALE_VERSION
+
+
+def resealed(**fields):
+    """The header of a record with other numbers in it, under a header check that passes."""
+    names = ("magic", "version", "flags", "length", "payload", "key", "reserved", "key_check")
+    head = encode_header(KEY, PAYLOAD)
+    values = dict(zip(names, struct.unpack_from("<8sHHIQIIQ", head)), **fields)
+    checked = struct.pack("<8sHHIQIIQ", *values.values()) + head[40:56]
+    return checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked)) + head[64:]
+
+
+def test_a_header_whose_numbers_contradict_each_other_is_not_believed_although_its_check_passes():
+    key_bytes = len(encode_header(KEY, PAYLOAD)) - 64
+    assert isinstance(parse_header(resealed()), Header)
+    for fields in (
+        {"length": 64 + key_bytes - 1},
+        {"length": 64 + key_bytes + 1},
+        {"key": key_bytes - 1},
+        {"key": key_bytes + 1},
+        {"reserved": 1},
+        {"length": 64 * 1024 + 1, "key": 64 * 1023 + 1},
+    ):
+        assert parse_header(resealed(**fields)) is Defect.FLIPPED, fields
+    assert parse_header(resealed(flags=1)) is Defect.STALE_VERSION
+    assert isinstance(parse_header(resealed(length=64 * 1024, key=64 * 1023)), Header), "the longest that is believed"
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 10, b"x" * 64, bytes(64), bytes(4096)])

@@ -167,6 +167,15 @@ def test_the_ghost_is_bounded() -> None:
     assert len(policy._ghost) <= 10
 
 
+def test_the_ghost_forgets_what_was_evicted_longest_ago() -> None:
+    policy = S3FifoPolicy()
+    policy.add(slots_of("abcd"))
+    assert names([victim for victim in (policy.victim(), policy.victim()) if victim]) == "ab"
+    assert policy.victim() is not None  # c: with one object left the ghost remembers one
+    policy.add(slots_of("bce"))
+    assert names(drain(policy)) == "dbec", "c came back straight into main, b is new"
+
+
 @POLICIES
 def test_a_tenant_gives_up_its_own_objects_only(make: PolicyFactory) -> None:
     order = TenantOrder(make)
@@ -208,6 +217,24 @@ def test_charges_and_credits_cancel_out() -> None:
         ledger.charge("a", 64)
         ledger.credit("a", 64)
     assert ledger.bytes_total == ledger.bytes_used("a") == 0
+
+
+def test_a_tenant_may_be_allowed_nothing() -> None:
+    ledger = QuotaLedger(Quota({"a": 0}, default_bytes=0))
+    for salt in ("a", "b"):
+        assert ledger.excess(salt, 1) == 1
+        assert not ledger.can_ever_hold(salt, 1)
+
+
+def test_an_object_of_exactly_the_quota_can_be_held() -> None:
+    ledger = QuotaLedger(Quota({"a": 10}))
+    assert ledger.can_ever_hold("a", 10)
+    assert not ledger.can_ever_hold("a", 11)
+    assert ledger.can_ever_hold("b", 1 << 60)
+    ledger.charge("a", 7)
+    assert [ledger.excess("a", more) for more in (0, 3, 4, 9)] == [0, 0, 1, 6]
+    ledger.credit("a", 3)
+    assert (ledger.bytes_used("a"), ledger.excess("a", 7)) == (4, 1)
 
 
 def test_a_negative_quota_is_refused() -> None:

@@ -151,6 +151,7 @@ def test_with_chunks_of_one_token_the_chunk_that_is_computed_again_is_not_asked_
     # tokens [n - 3, n - 1) of n = 5
     assert shape.unfold(5, 5) == [cells("00110")]
     assert servable(shape, "00110", prompt_tokens=5) == [0, 4, 5]
+    assert shape.unfold(4, 4) == [cells("0110")]
 
 
 def test_a_recurrent_row_falls_back_to_an_earlier_snapshot_on_a_full_hit() -> None:
@@ -226,6 +227,21 @@ def test_explain_of_many_holes_stays_short() -> None:
     text = layout(FULL).explain([cells("10" * 500)], 1000, 10**6, 1000)
     assert "1, 3, 5, 7, 9, 11, 13, 15 and 492 more" in text
     assert len(text) < 300
+
+
+def test_explain_counts_whole_ranges_that_it_does_not_show() -> None:
+    held = cells("10" * 8 + "100" + "1000" + "10000")
+    text = layout(FULL).explain([held], 28, 10**6, 28)
+    assert "lacks 1, 3, 5, 7, 9, 11, 13, 15 and 9 more" in text
+
+
+def test_explain_shows_ranges_as_first_and_last() -> None:
+    assert "lacks 1-2, 4, 6-8" in layout(FULL).explain([cells("100101000")], 9, 100, 9)
+
+
+def test_explain_leaves_out_what_the_engine_has() -> None:
+    text = layout(FULL).explain([cells("0001")], 4, 100, 4, skip_chunks=2)
+    assert "needs chunks 2-3 and lacks 2" in text
 
 
 # --- layouts

@@ -168,8 +168,10 @@ def test_the_list_of_known_hashes_is_not_changed() -> None:
     assert len(known) == 1
 
 
-@pytest.mark.parametrize("known", [[b"x" * 32, b"y" * 32], [b"short"], [bytearray(32)]])
+@pytest.mark.parametrize("known", [[b"x" * 32, b"y" * 32], [b"short"], [bytearray(32)], [b"x" * 33]])
 def test_known_hashes_that_cannot_belong_to_the_tokens_are_refused(known: Any) -> None:
+    with pytest.raises(CallerError, match="must be 32 bytes"):
+        hashes(range(12), known=[b"x" * 32, bytearray(32)])
     with pytest.raises(CallerError):
         hashes([1, 2, 3, 4], known=known)
 
@@ -200,6 +202,8 @@ def test_what_is_no_token_is_refused_with_its_place(bad: Any, container: Any) ->
         np.ones(8, dtype=np.float32),
         np.ones((2, 4), dtype=np.uint32),
         np.full(8, -1, dtype=np.int64),
+        np.full(8, -1, dtype=np.int32),
+        np.full(8, -1, dtype=np.int8),
         np.full(8, 2**32, dtype=np.uint64),
         np.full(8, 1, dtype=object),
         {1, 2, 3, 4},

@@ -56,6 +56,29 @@ def test_a_pending_answer_is_followed_by_a_wait_that_doubles_up_to_the_limit() -
     assert waits == [10, 20, 40, 40, 40]
 
 
+def test_a_query_is_due_from_its_moment_on_and_also_when_the_clock_comes_late() -> None:
+    state = lookup(servers=1)
+    state.acknowledged(0, 0)
+    state.pending(0, 1, 100)
+    assert state.tick(109) == []
+    assert state.tick(150) == [query(0, 2)]
+    assert state.tick(151) == [], "it was asked"
+
+
+def test_the_next_moment_is_the_earliest_of_all_servers_and_never_after_the_deadline() -> None:
+    state = lookup(servers=2)
+    assert state.next_due_ns == DEADLINE_NS
+    for server, now_ns in ((0, 30), (1, 20)):
+        state.acknowledged(server, now_ns)
+        state.pending(server, 1, now_ns)
+    assert state.next_due_ns == 30
+    state.tick(30)
+    assert state.next_due_ns == 40
+    state.tick(40)
+    state.pending(1, 2, DEADLINE_NS - 1)
+    assert state.next_due_ns == DEADLINE_NS
+
+
 def test_a_lost_query_is_asked_again_and_its_late_reply_is_ignored() -> None:
     state = lookup(servers=1)
     state.acknowledged(0, 0)

@@ -56,6 +56,12 @@ def test_slots_are_aligned_in_memory_and_views_show_exactly_what_was_asked_for()
     assert arena.bytes_free == 4096 - 256 - 512
 
 
+def test_generations_are_whole_numbers_that_count_upwards() -> None:
+    arena = VirtualArena(1024)
+    slots = [*arena.allocate_batch(64, "ab"), *arena.allocate_batch(64, "c")]
+    assert repr([slot.generation for slot in slots]) == "[1, 2, 3]"
+
+
 def test_a_slot_handed_out_again_has_a_higher_generation_and_is_another_object() -> None:
     arena = VirtualArena(64)
     first = arena.allocate(64)

@@ -79,6 +79,18 @@ def test_phases_cannot_be_skipped() -> None:
         tracker().schedule(0, 4, range(17))
 
 
+def test_a_new_request_knows_nothing_and_has_nothing() -> None:
+    made = tracker()
+    assert (made.phase, made.lengths, made.length) == (Phase.IDLE, 1, 0)
+    assert (made.looked_up_tokens, made.skip_chunks, made.local_tokens, made.promised_tokens) == (0, 0, 0, 0)
+    assert (made.delivered_tokens, made.computed_tokens, made.step_tokens, made.stored_chunks) == (0, 0, (0, 0), 0)
+    assert (made.load_failures, made.bad_chunk, made.watched, len(made.cached_chunks)) == (0, None, {}, 0)
+    assert (made.resumed, made.leased, made.stores_planned) == (False, False, False)
+    made.next_generation(2)
+    made.generation = 1
+    assert made == tracker(), "nor has a new attempt that follows nothing"
+
+
 def test_a_generation_ends_only_without_leases_and_forgets_everything() -> None:
     made = loading(17)
     with pytest.raises(AssertionError):
@@ -218,6 +230,13 @@ def test_loads_leave_out_what_lies_outside_the_window_or_is_the_engines() -> Non
         (1, 2, (8,)),
         (2, 2, (9,)),
     ]
+
+
+def test_a_recurrent_state_inside_the_engines_own_prefix_is_not_loaded() -> None:
+    layout = CacheLayout((RECURRENT,), 1, 4)
+    for local_tokens, chunks in ((3, [0, 1]), (4, [1]), (7, [1]), (8, [])):
+        cells = load_cells(layout, HASHES, [0b11], ([5, 6],), local_tokens)
+        assert [cell.chunk for cell in cells] == chunks
 
 
 def test_blocks_know_their_chunk_in_every_group() -> None:
