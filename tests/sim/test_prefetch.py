@@ -30,6 +30,21 @@ def test_without_adapters_the_answer_is_immediate(rig_of: RigOf) -> None:
     rig_of(0, adapters=()).run(scenario)
 
 
+@pytest.mark.parametrize("stored", [0, 3])
+def test_a_deadline_is_watched_for_leases_only_and_a_miss_leaves_no_job_and_no_keys(rig_of: RigOf, stored: int) -> None:
+    async def scenario(rig: Any) -> None:
+        rig.store(rig.keys(stored))
+        job = rig.start(5)
+        assert rig.best(job) == stored
+        assert (job.timer is None) == (stored == 0)
+        assert (rig.storage.statistics().prefetch.jobs == 0) == (stored == 0)
+        if stored == 0:
+            with pytest.raises(ValueError, match="zip"):
+                job.cells.keys(job.demand.required)  # its keys are gone, and asking for them shows
+
+    rig_of(0, adapters=()).run(scenario)
+
+
 def test_what_l1_serves_alone_asks_no_adapter(rig_of: RigOf) -> None:
     async def scenario(rig: Any) -> None:
         rig.store(rig.keys(4))

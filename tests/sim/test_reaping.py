@@ -179,6 +179,28 @@ def test_what_a_silent_worker_staged_is_never_published_and_its_memory_is_kept_u
     rig.run(scenario)
 
 
+def test_a_silence_that_begins_while_long_lived_sessions_are_watched_is_noticed_in_time(rig: Rig) -> None:
+    """The server has one timer. A session's life is long, a worker's silence short, and the session was there first."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.publish()
+        await rig.lookup()
+        await rig.sleep(3 * SILENCE // 2)
+        assert rig.server.session_names == ("s",)
+        assert all(await rig.by("worker", rig.worker.reserve_store("t", [StoreCell(0, b"n" * 32)])))
+        rig.silence()
+        await rig.sleep(SILENCE - 2 * MS)
+        assert rig.server.worker_names == ("worker",)
+        await rig.sleep(4 * MS)
+        assert rig.server.worker_names == ()
+        rig.world.inside("worker", lambda: rig.worker.abort_store("t"))
+        rig.heal()
+        await rig.sleep(SILENCE)
+        rig.assert_nothing_is_open()
+
+    rig.run(scenario)
+
+
 def test_an_abort_that_comes_after_the_reaping_ends_the_holds(rig: Rig) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.by("worker", rig.worker.reserve_store("t", CELLS))

@@ -87,7 +87,7 @@ class Bench:
     def frame(self, message: Message, **changes: int) -> bytes:
         self.request_id += 1
         incarnation = 0 if isinstance(message, wire.Hello) else self.server.incarnation
-        header = Header(1, self.request_id, self.connection, incarnation)._replace(**changes)
+        header = Header(wire.PROTOCOL_VERSION, self.request_id, self.connection, incarnation)._replace(**changes)
         return wire.pack(header, message)
 
     def send(self, payload: bytes) -> Reply:
@@ -161,7 +161,7 @@ def every_request() -> list[Message]:
 
 
 def test_every_message_survives_the_wire() -> None:
-    header = Header(1, 5, 6, 7)
+    header = Header(wire.PROTOCOL_VERSION, 5, 6, 7)
     for message in every_request():
         frame = wire.pack(header, message)
         assert wire.read_header(frame) == header
@@ -237,7 +237,11 @@ def test_a_frame_of_another_protocol_version_is_answered_with_both_versions() ->
         assert header is not None
         assert header.request_id == bench.request_id
         assert isinstance(reply, wire.Error)
-        assert (reply.code, "speaks 1" in reply.message, "client 9" in reply.message) == (ErrorCode.VERSION, True, True)
+        assert (reply.code, f"speaks {wire.PROTOCOL_VERSION}" in reply.message, "client 9" in reply.message) == (
+            ErrorCode.VERSION,
+            True,
+            True,
+        )
 
     on_bench(scenario)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcore.service.limits import MESSAGE_BYTES_MAX
-from kvcore.service.protocol import Ack, Header, Lookup, Query, Ready, Release, pack
+from kvcore.service.protocol import PROTOCOL_VERSION, Ack, Header, Lookup, Query, Ready, Release, pack
 from kvcore.sim.faults.catalogue import CATALOGUE
 from kvcore.sim.faults.kind import FaultEvent
 from kvcore.sim.trace import TraceEvent
@@ -255,10 +255,10 @@ class Lookups:
 
     def _answer(self, payload: bytes) -> bytes:
         number = payload[10]
-        return pack(Header(1, number, 7, 1), Ready(b"\1") if number > 1 else Ack())
+        return pack(Header(PROTOCOL_VERSION, number, 7, 1), Ready(b"\1") if number > 1 else Ack())
 
     def send_at(self, time_ns: int, number: int, message: Any) -> None:
-        self.world.loop.call_at_ns(time_ns, self.client.send, pack(Header(1, number, 7, 1), message))
+        self.world.loop.call_at_ns(time_ns, self.client.send, pack(Header(PROTOCOL_VERSION, number, 7, 1), message))
 
 
 def lookup(epoch: int) -> Lookup:
