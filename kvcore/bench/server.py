@@ -51,7 +51,7 @@ class Sizes:
     """How much is measured. The defaults are the ones that figures are quoted with."""
 
     rounds: int = 5
-    round_trips: int = 4000
+    round_trips: int = 2000  # in one round, whose sessions stay open to its end
     lookup_chunks: int = 16
     big_lookups: int = 40
     throughput_lookups: int = 2000

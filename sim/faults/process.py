@@ -33,10 +33,6 @@ def _servers(shape: Shape) -> tuple[str, ...]:
     return () if shape.in_process else shape.server_names
 
 
-def _engine_processes(shape: Shape) -> tuple[str, ...]:
-    return tuple(name for name in shape.processes if not name.startswith("server"))
-
-
 # ---- servers
 
 

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from kvcore.errors import CallerError
 from kvcore.ports import Copy, DeviceEvent
-from kvcore.runtime.copy import COMPUTE_STREAM, CopyCancelled, matched_arrays
+from kvcore.runtime.copy import COMPUTE_STREAM, BehindFailure, CopyCancelled, matched_arrays
 from kvcore.sim.channel import Channel
 from kvcore.sim.loop import SimLoop
 from kvcore.sim.ports.device_rules import DeviceRules
@@ -62,8 +62,8 @@ class SimTicket:
     """A copy batch or a piece of compute work: a ticket and a device event in one."""
 
     __slots__ = (
-        "_callbacks", "_dependents", "_engine", "_error", "after", "arrays", "copies", "fn", "fn_ns", "number",
-        "state", "stream",
+        "_callbacks", "_dependents", "_engine", "_error", "after", "arrays", "before", "copies", "fn", "fn_ns",
+        "number", "state", "stream",
     )  # fmt: skip
 
     def __init__(self, engine: SimCopyEngine, number: int, stream: _Stream, after: Sequence[SimTicket]) -> None:
@@ -71,6 +71,7 @@ class SimTicket:
         self.number = number
         self.stream = stream
         self.after = after
+        self.before: SimTicket | None = None  # of compute work: the piece before it
         self.copies: Sequence[Copy] = ()
         self.arrays: Sequence[tuple[Array, Array]] = ()
         self.fn: Callable[[], None] | None = None
@@ -170,6 +171,7 @@ class SimCopyEngine:
     ) -> DeviceEvent:
         """Queue `fn` on the compute stream; it runs at the end of its `duration_ns`."""
         ticket = self._new_ticket(COMPUTE_STREAM, after)
+        ticket.before = self._last_compute
         ticket.fn, ticket.fn_ns = fn, duration_ns
         self._last_compute = ticket
         self._enqueue(ticket)
@@ -309,6 +311,9 @@ class SimCopyEngine:
         self._trace("copy.begin", ticket)
         if self.on_begin is not None:
             self.on_begin(ticket)
+        if (failed := _failure_before(ticket)) is not None:
+            self._end(ticket, BehindFailure(f"what this waits for has failed: {failed!r}"))
+            return
         if ticket.fn is not None:
             self._go_on(ticket, ticket.fn_ns, True, self._compute, ticket)
         else:
@@ -410,6 +415,13 @@ class SimCopyEngine:
 
     def _trace(self, label: str, ticket: SimTicket, *fields: int) -> None:
         self._loop.trace.event(label, self._name, ticket.stream.name, ticket.number, *fields)
+
+
+def _failure_before(ticket: SimTicket) -> BaseException | None:
+    """Of what this ticket waits for, or of the compute work before it: nothing is carried out behind a failure."""
+    events = [*ticket.after, ticket.before] if ticket.before is not None else ticket.after
+    ticket.before = None
+    return next((event.error for event in events if event.error is not None), None)
 
 
 def _ordered(ticket: SimTicket) -> bool:

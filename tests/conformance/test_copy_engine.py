@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.errors import CallerError
 from kvcore.ports import Copy
-from kvcore.runtime.copy import ThreadCopyEngine
+from kvcore.runtime.copy import BehindFailure, ThreadCopyEngine
 from kvcore.sim.ports.copy import SimCopyEngine
 
 
@@ -218,6 +218,34 @@ def test_compute_work_that_raises_is_reported_and_ends(world, inbox, new_engine)
         following = engine.run_compute(lambda: None)
         await following.wait()
         assert failed.done
+        engine.close()
+
+    world.run(scenario)
+    (error,) = world.loop_errors
+    assert isinstance(error, LookupError)
+    world.loop_errors.clear()
+
+
+def test_nothing_moves_behind_compute_work_that_failed(world, new_engine):
+    """Else the pages of a forward pass that broke off are stored as if they were good."""
+
+    async def scenario():
+        engine, ran = new_engine(), []
+        source, target = np.full(16, 9, np.uint8), np.zeros(16, np.uint8)
+
+        def fail():
+            raise LookupError("an all-reduce without its peer")
+
+        engine.run_compute(fail)
+        following = engine.run_compute(lambda: ran.append("next layer"))
+        store = engine.submit([Copy(source, target)], stream="store", after=[engine.compute_event()])
+        free = engine.submit([Copy(source, target[:])], stream="load")
+        await following.wait()
+        await store.wait()
+        assert isinstance(store.error, BehindFailure)
+        assert ran == []
+        await free.wait()
+        assert free.error is None, "what waits for nothing is not concerned"
         engine.close()
 
     world.run(scenario)

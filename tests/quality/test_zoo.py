@@ -85,8 +85,9 @@ def test_a_planted_function_runs_the_new_text_wherever_it_was_imported_to() -> N
 def test_a_function_that_has_changed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pins(), PROMISE, "another digest")
     code = RequestTracker.promise.__code__
-    with pytest.raises(ConfigError, match=r"RequestTracker\.promise has changed"), planted(
-        "hit_shorter_than_the_local_prefix_is_negative"
+    with (
+        pytest.raises(ConfigError, match=r"RequestTracker\.promise has changed"),
+        planted("hit_shorter_than_the_local_prefix_is_negative"),
     ):
         pass
     assert RequestTracker.promise.__code__ is code

@@ -83,6 +83,18 @@ def test_giving_a_range_back_twice_does_not_go_unnoticed() -> None:
         allocator.give(64, [0])
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2, 299, 300, 301])
+def test_no_more_ranges_are_taken_than_were_asked_for(kept: int) -> None:
+    """Some come out of the quick bin, the rest out of the coalescing store."""
+    allocator = Allocator(8 * 1000)
+    offsets = allocator.take(8, 400)
+    allocator.give(8, offsets[:kept])
+    taken = allocator.take(8, 300)
+    assert len(set(taken)) == len(taken) == 300
+    assert allocator.free == 8 * (1000 - 400 + kept - 300)
+    allocator.check()
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(1, 6)), max_size=60))
 def test_taken_ranges_are_disjoint_and_a_refusal_means_that_no_run_was_long_enough(
@@ -97,6 +109,7 @@ def test_taken_ranges_are_disjoint_and_a_refusal_means_that_no_run_was_long_enou
             continue
         offsets = allocator.take(length, count)
         taken += [(length, offset) for offset in offsets]
+        assert len(offsets) <= count
         if len(offsets) < count:
             assert allocator.largest_free < length
     allocator.check()

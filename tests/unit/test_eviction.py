@@ -132,6 +132,19 @@ def test_s3_fifo_gives_an_object_another_round_per_read_and_not_more_than_three(
     assert policy.steps <= 6
 
 
+def test_s3_fifo_gives_an_object_in_main_one_more_round_per_read() -> None:
+    policy = S3FifoPolicy()
+    policy.add(slots_of("ab"))
+    assert names(drain(policy)) == "ab"
+    (b,) = slots_of("b")  # remembered, so it comes straight into main
+    policy.add([b])
+    read(policy, b, 2)
+    before = policy.steps
+    assert policy.victim() is b
+    assert policy.steps == before + 3
+    assert policy.victim() is None
+
+
 def test_s3_fifo_gives_a_parked_object_its_place_and_its_reads_back() -> None:
     policy = S3FifoPolicy()
     hot, cold, newer = slots_of("hcn")

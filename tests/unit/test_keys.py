@@ -476,6 +476,25 @@ def test_a_key_beyond_the_limits_is_refused(key: ObjectKey) -> None:
         key_text(key)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        ObjectKey(b"h" * 255, "m" * NAME_BYTES_MAX, 2**32 - 1, 2**32 - 1, "é" * (NAME_BYTES_MAX // 2)),
+        ObjectKey(b"", "", 0, 0, ""),
+    ],
+)
+def test_a_key_at_the_limits_is_a_key_like_any_other(key: ObjectKey) -> None:
+    assert decode_key(encode_key(key)) == key
+    assert len(key_text(key)) <= KEY_TEXT_CHARS_MAX
+
+
+def test_a_key_record_that_names_a_longer_salt_than_is_legal_is_refused() -> None:
+    longest = encode_key(ObjectKey(b"h", "m", 0, 0, "s" * NAME_BYTES_MAX))
+    forged = longest[:12] + (NAME_BYTES_MAX + 1).to_bytes(2, "little") + longest[14:] + b"s"
+    with pytest.raises(StoreError, match="do not add up"):
+        decode_key(forged)
+
+
 @given(KEYS)
 def test_r49_key_text_is_short_and_harmless_for_every_legal_key(key: ObjectKey) -> None:
     text = key_text(key)

@@ -163,6 +163,13 @@ def test_unknown_kinds_and_placements_are_refused() -> None:
         placement_of(msgspec.structs.replace(IDENTITY, placement_mode="star"))
 
 
+@pytest.mark.parametrize("chunk_tokens", ["8", "4096"])
+def test_equal_chunk_sizes_agree_however_large(chunk_tokens: str) -> None:
+    layout = CacheLayout(LAYOUT.groups, 2, int(chunk_tokens))
+    identity = identity_of(Namespace("m", chunk_tokens=int(chunk_tokens)), layout, Placement("rank", 1))
+    assert identity.chunk_tokens == int(chunk_tokens)
+
+
 def test_namespace_and_layout_must_have_chunks_of_one_size() -> None:
     with pytest.raises(ConfigError, match="chunks of 4 tokens, the layout of 8"):
         identity_of(Namespace("m", chunk_tokens=4), LAYOUT, Placement("rank", 1))
