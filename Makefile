@@ -5,6 +5,7 @@
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 #   make ladder-torch   the rungs on a real transformer, in separate processes
 #   make storm-rungs    rungs 5 to 8: faults, crashes, the whole swarm      make zoo   does the harness find planted bugs?
+#   make storm          real processes killed, stopped and cut off
 #   make soak           hours of all that      make mutation   mutants of the pure core against the tests
 #   make bench-peers    the server beside another cache's, in .venv-peers
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.kvcore-dev
 TORCH_STAMP := $(VENV)/.kvcore-torch
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@)): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: setup ladder ladder-torch storm-rungs zoo soak mutation bench-peers test vllm check bench wheel clean system
+.PHONY: setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -47,6 +48,9 @@ zoo: $(STAMP)
 soak: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/kvcore sim swarm --seeds $(SOAK_SEEDS) --jobs $(JOBS) && $(BIN)/kvcore sim sweep --json && \
 		$(BIN)/python -m pytest -n $(JOBS) tests/machines --hypothesis-profile=soak && $(BIN)/kvcore zoo --jobs $(JOBS))
+
+storm: $(TORCH_STAMP)
+	$(call TIME,$(BIN)/python -m pytest -m storm tests/storm)
 
 mutation: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/mutation)

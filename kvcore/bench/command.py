@@ -42,4 +42,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"    store {copies['store_gb_per_s']:.2f} GB/s ({copies['store_share']:.0%} of a plain copy), "
         f"retrieve {copies['retrieve_gb_per_s']:.2f} GB/s ({copies['retrieve_share']:.0%}), "
         f"plain {copies['memcpy_gb_per_s']:.2f} GB/s",
+        f"    by processor time of both processes: store {copies['store_share_cpu']:.0%}, "
+        f"retrieve {copies['retrieve_share_cpu']:.0%} of a plain copy",
     ]

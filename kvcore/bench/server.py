@@ -8,7 +8,8 @@ Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py
     big lookup     128K tokens (512 chunks x 4 rows), all in L1: processor time of the server for LOOKUP, QUERY, END
     throughput     lookups per second, answered READY, with many sessions in flight
     copies         store (reserve, copy, commit) and retrieve (open, copy, close) through shared memory against one
-                   copy of the same bytes between two private buffers, everything touched before
+                   copy of the same bytes between private buffers, everything touched before. Where memory happens to
+                   lie makes a fifth of a copy's speed, so the private buffers take turns and are as many as L1's batches
 
 Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of a server or of the
 echo is read from the kernel's clock of that process, so that what runs beside it does not count: on a busy machine the
@@ -18,15 +19,16 @@ ratio of processor times says what that of the latencies would be on a quiet one
 from __future__ import annotations
 
 import asyncio
+import mmap
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -43,7 +45,7 @@ from kvcore.service.remote import RemoteConfig, ServerLink
 CHUNK_TOKENS = 256
 IN_FLIGHT = 64
 _PATIENCE_S = 60.0
-_L1_BATCHES = 4
+_L1_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,73 +302,97 @@ def _throughput(directory: Path, sizes: Sizes) -> dict[str, Any]:
 # -- copies
 
 
-def _copies(directory: Path, sizes: Sizes) -> dict[str, Any]:
-    layout, namespace = _layout(cell_bytes=sizes.copy_bytes)
-    with server(directory, _L1_BATCHES * sizes.copy_bytes * sizes.copy_batch) as (address, _):
-        return asyncio.run(_copy_rounds(address, layout, namespace, sizes))
+class _Cost(NamedTuple):
+    """Wall time, and the processor time of both processes."""
+
+    seconds: float
+    cpu_seconds: float
 
 
-async def _copy_rounds(address: str, layout: CacheLayout, namespace: Namespace, sizes: Sizes) -> dict[str, Any]:
-    size, batch = sizes.copy_bytes, sizes.copy_batch
-    source, target = memoryview(bytearray(b"x" * size * batch)), memoryview(bytearray(b"y" * size * batch))
-    pages = [slice(size * index, size * (index + 1)) for index in range(batch)]
-    link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), namespace, layout)
-    scheduler, worker = link.scheduler(), link.worker(0)
-    stores, loads, plain = [], [], []
+class _Copier:
+    """A worker that copies batches of whole pages; it remembers what each kind of copy has cost."""
 
-    def copy_all() -> None:
-        for page in pages:
-            target[page] = source[page]
+    def __init__(self, link: ServerLink, pid: int, sizes: Sizes) -> None:
+        size, batch = sizes.copy_bytes, sizes.copy_batch
+        self._pid = pid
+        self._scheduler, self._worker = link.scheduler(), link.worker(0)
+        self._sources = [_private(size * batch) for _ in range(_L1_BATCHES)]
+        self._targets = [_private(size * batch) for _ in range(_L1_BATCHES)]
+        self._pages = [slice(size * index, size * (index + 1)) for index in range(batch)]
+        self.costs: dict[str, list[_Cost]] = {"store": [], "retrieve": [], "plain": []}
 
-    warm = _L1_BATCHES + 1  # these touch all of L1, so that no page is new afterwards
-    for turn in range(warm + sizes.rounds):
-        hashes = _hashes(batch, salt=turn)
-        begin = time.perf_counter()
-        tag = worker.tag(turn + 1)
-        grants = await worker.reserve_store(tag, [StoreCell(0, chunk_hash) for chunk_hash in hashes])
-        for page, grant in zip(pages, grants, strict=True):
+    async def turn(self, number: int) -> None:
+        """A new batch is stored, looked up and retrieved; then the same bytes are copied once, plainly."""
+        hashes = _hashes(len(self._pages), salt=number)
+        source, target = (buffers[number % _L1_BATCHES] for buffers in (self._sources, self._targets))
+        session = f"c{number}"
+        with self._measured("store"):
+            await self._store(number, hashes, source)
+        self._scheduler.start(session, number, hashes, prompt_tokens=len(hashes) * CHUNK_TOKENS + 1)
+        outcome = await self._scheduler.wait(session, number)
+        assert outcome.best == len(hashes)
+        with self._measured("retrieve"):
+            await self._retrieve(session, number, hashes, target)
+        self._scheduler.end(session)
+        with self._measured("plain"):
+            for page in self._pages:
+                target[page] = source[page]
+
+    async def _store(self, number: int, hashes: Sequence[bytes], source: memoryview) -> None:
+        tag = self._worker.tag(number)
+        grants = await self._worker.reserve_store(tag, [StoreCell(0, chunk_hash) for chunk_hash in hashes])
+        for page, grant in zip(self._pages, grants, strict=True):
             assert grant is not None
             grant.view[:] = source[page]
-        await worker.commit_store(tag, [True] * batch)
-        stored = time.perf_counter() - begin
-        scheduler.start(f"c{turn}", turn + 1, hashes, prompt_tokens=batch * CHUNK_TOKENS + 1)
-        outcome = await scheduler.wait(f"c{turn}", turn + 1)
-        assert outcome.best == batch
+        await self._worker.commit_store(tag, [True] * len(hashes))
+
+    async def _retrieve(self, session: str, generation: int, hashes: Sequence[bytes], target: memoryview) -> None:
         cells = [LoadCell(0, index, chunk_hash) for index, chunk_hash in enumerate(hashes)]
-        loaded = await _timed_load(worker, f"c{turn}", turn + 1, cells, pages, target)
-        scheduler.end(f"c{turn}")
-        copied = _seconds(copy_all)
-        if turn >= warm:
-            stores.append(stored)
-            loads.append(loaded)
-            plain.append(copied)
-    link.close()
-    total = size * batch
-    return {
-        "what": f"{batch} chunks of {size} bytes: store and retrieve through shared memory against one plain copy",
-        "n": len(plain),
-        "store_gb_per_s": total / median(stores) / 1e9,
-        "retrieve_gb_per_s": total / median(loads) / 1e9,
-        "memcpy_gb_per_s": total / median(plain) / 1e9,
-        "store_share": median([mine / other for mine, other in zip(plain, stores, strict=True)]),
-        "retrieve_share": median([mine / other for mine, other in zip(plain, loads, strict=True)]),
+        grants = await self._worker.open_read(session, generation, cells)
+        for page, grant in zip(self._pages, grants, strict=True):
+            assert grant is not None
+            target[page] = grant.view
+        assert all(await self._worker.close_read(session, generation, cells))
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        seconds, cpu = time.perf_counter(), time.process_time() + cpu_seconds(self._pid)
+        yield
+        spent = time.process_time() + cpu_seconds(self._pid) - cpu
+        self.costs[name].append(_Cost(time.perf_counter() - seconds, spent))
+
+
+def _private(size: int) -> memoryview:
+    """Touched, and at the beginning of a page, as L1 and the tensors of an engine are."""
+    buffer = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    buffer[:] = bytes(size)
+    return buffer
+
+
+def _copies(directory: Path, sizes: Sizes) -> dict[str, Any]:
+    layout, namespace = _layout(cell_bytes=sizes.copy_bytes)
+
+    async def rounds(address: str, pid: int) -> dict[str, list[_Cost]]:
+        link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), namespace, layout)
+        copier = _Copier(link, pid, sizes)
+        warm = _L1_BATCHES + 1  # these touch all of L1, so that no page is new afterwards
+        for turn in range(warm + sizes.rounds):
+            await copier.turn(turn + 1)
+        link.close()
+        return {name: costs[warm:] for name, costs in copier.costs.items()}
+
+    with server(directory, _L1_BATCHES * sizes.copy_bytes * sizes.copy_batch) as (address, pid):
+        costs = asyncio.run(rounds(address, pid))
+    total = sizes.copy_bytes * sizes.copy_batch
+    found: dict[str, Any] = {
+        "what": f"{sizes.copy_batch} chunks of {sizes.copy_bytes} bytes: store and retrieve through shared memory "
+        "against one plain copy",
+        "n": sizes.rounds,
     }
-
-
-async def _timed_load(
-    worker: Any, session: str, generation: int, cells: Sequence[LoadCell], pages: Sequence[slice], target: memoryview
-) -> float:
-    begin = time.perf_counter()
-    grants = await worker.open_read(session, generation, cells)
-    for page, grant in zip(pages, grants, strict=True):
-        target[page] = grant.view
-    held = await worker.close_read(session, generation, cells)
-    took = time.perf_counter() - begin
-    assert all(held)
-    return took
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    for name, label in (("store", "store"), ("retrieve", "retrieve"), ("plain", "memcpy")):
+        found[f"{label}_gb_per_s"] = total / median([cost.seconds for cost in costs[name]]) / 1e9
+    for name in ("store", "retrieve"):
+        pairs = list(zip(costs["plain"], costs[name], strict=True))
+        found[f"{name}_share"] = median([plain.seconds / mine.seconds for plain, mine in pairs])
+        found[f"{name}_share_cpu"] = median([plain.cpu_seconds / mine.cpu_seconds for plain, mine in pairs])
+    return found
