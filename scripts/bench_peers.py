@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import mmap
 import os
 import shlex
 import socket
@@ -231,7 +232,7 @@ class Kvcore:
         """Store a new batch, retrieve it, and copy the same bytes once between private buffers."""
         size = self._page_bytes
         if not len(self._source):
-            self._source, self._target = memoryview(b"x" * size * batch), memoryview(bytearray(b"y" * size * batch))
+            self._source, self._target = _private(size * batch, b"x"), _private(size * batch, b"y")
         pages = [slice(size * index, size * (index + 1)) for index in range(batch)]
         return self._runner.run(self._copies(f"c{turn}", [turn, *_prompt(batch)[1:]], pages))
 
@@ -446,6 +447,13 @@ def _spread(side: dict[str, float]) -> str:
 
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _private(size: int, filled_with: bytes) -> memoryview:
+    """Touched, and aligned as tensors are."""
+    buffer = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    buffer[:] = filled_with * size
+    return buffer
 
 
 def _prompt(chunks: int) -> list[int]:

@@ -9,7 +9,7 @@ Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py
     throughput     lookups per second, answered READY, with many sessions in flight
     copies         store (reserve, copy, commit) and retrieve (open, copy, close) through shared memory against one
                    copy of the same bytes between private buffers, everything touched before. Where memory happens to
-                   lie makes a fifth of a copy's speed, so the private buffers take turns and are as many as L1's batches
+                   lie makes a fifth of a copy's speed, so there are as many private buffers as L1 has batches
 
 Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of a server or of the
 echo is read from the kernel's clock of that process, so that what runs beside it does not count: on a busy machine the

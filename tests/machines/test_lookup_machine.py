@@ -276,7 +276,7 @@ def test_replies_that_match_by_server_alone_are_found(finds, monkeypatch: pytest
         return self._parts[server].phase is Phase.ASKED
 
     monkeypatch.setattr(LookupState, "_expects", expects)
-    assert "queries" in finds(LookupMachine)
+    assert "queries" in finds(LookupMachine, 4000)
 
 
 def test_a_poll_without_a_pause_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
