@@ -28,7 +28,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="seeds per mutant at most (default 1000)")
     parser.add_argument("--catches", type=int, default=30, metavar="N", help="stop at so many catches (default 30)")
     parser.add_argument(
-        "--shrink-runs", type=int, default=120, metavar="N", help="of each first catch; 0: do not shrink"
+        "--shrink-runs", type=int, default=200, metavar="N", help="of each first catch; 0: do not shrink"
     )
     parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
     parser.add_argument("--record", action="store_true", help="keep the first catches as the zoo's recorded cases")
@@ -73,5 +73,5 @@ def record(measured: Any) -> None:
     """Write the first catch of each mutant, minimised where it was, into `cases/`."""
     CASES.mkdir(exist_ok=True)
     for each in measured:
-        if each.first is not None and not each.problem:
+        if each.first is not None and each.oracle in each.mutant.oracles:
             (CASES / f"{each.mutant.name}.json").write_text(each.first.to_json())

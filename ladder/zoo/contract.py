@@ -9,13 +9,6 @@ _SCHEDULER = "kvcore.connectors.scheduler:SchedulerConnector"
 
 MUTANTS = (
     bug(
-        "computed_over_a_failed_load_is_kept",
-        "E",
-        "a failed load takes nothing back, so an abort stores what was computed over the hole (R16)",
-        "bytes",
-        Edit(f"{_TRACKER}.end_load", "        self._take_back(bad)\n", ""),
-    ),
-    bug(
         "stores_before_the_load_is_confirmed",
         "E",
         "what this step computes is stored though its load may have failed (R16)",
@@ -28,6 +21,8 @@ MUTANTS = (
         "a second request found the block in the engine's own cache while it was still being filled (R16)",
         "bytes",
         Edit(f"{_SCHEDULER}._take_step", "if loading and request_id in self._admitted:", "if False:"),
+        note="no seed meets a failed load of blocks that two requests of one step share: "
+        "tests/sim/connector/test_connector_stores.py does",
     ),
     hard(
         "loads_are_tried_for_ever",

@@ -85,6 +85,8 @@ MUTANTS = (
         "an aborted request's load is not remembered, and its report ends the load of the next of that name (R02, R40)",
         "bytes output blocks crash",
         Edit(f"{_SCHEDULER}._drop_load", "self._orphans[tracker.request_id] = None", "pass"),
+        note="no seed meets an abort in the load and the same id before its report: "
+        "tests/sim/connector/test_connector_stores.py does",
     ),
     bug(
         "store_before_the_forward_pass",

@@ -48,6 +48,7 @@ MUTANTS = (
         Edit(
             "kvcore.service.workers:WorkerDesk.reap", "give_up_holder(worker.holder)", "release_holder(worker.holder)"
         ),
+        note="no seed meets a silent worker that goes on when its memory is reused: tests/sim/test_reaping.py does",
     ),
     bug(
         "proven_death_is_not_heard",
@@ -62,13 +63,6 @@ MUTANTS = (
         "leases behind the greatest servable length are kept when the lookup answers (R22)",
         "settle, release and the lease deadline, each of which gives back all that is not needed",
         Edit(f"{_PREFETCH}._answer", "    self._end_leases(job, tuple(row >> best << best for row in job.held))\n", ""),
-    ),
-    bug(
-        "settle_gives_back_one_chunk_too_many",
-        "F",
-        "the chunks to be freed are counted from the wrong end, and a needed one goes with them (R22)",
-        "plan prefix hits liveness leases",
-        Edit(f"{_PREFETCH}.settle", "job.demand.needed(length))", "job.demand.needed(max(0, length - 1)))"),
     ),
     bug(
         "late_locks_are_not_returned",
@@ -98,7 +92,7 @@ MUTANTS = (
         "leases liveness",
         Edit(f"{_WRITEBACK}._end", "[item.key for item in batch.items]", "[item.key for item in over]"),
     ),
-    bug(
+    hard(
         "copied_objects_can_be_evicted",
         "F",
         "an object enters the eviction order with its last lease, although it is still being copied (R27)",
@@ -116,11 +110,11 @@ MUTANTS = (
             "[slot for slot in fresh if not slot.holds][:-1]",
         ),
     ),
-    bug(
+    hard(
         "copied_object_never_becomes_evictable",
         "F",
         "the end of a copy does not bring the object back into the eviction order (R26, R57)",
-        "memory",
+        "memory server crash",
         Edit(
             f"{_L1}._quiet",
             "    self._order.add([slot for slot in slots if slot.state is _RESIDENT and not slot.readers])\n",
@@ -145,7 +139,7 @@ MUTANTS = (
             "lookup.connection == connection",
         ),
     ),
-    bug(
+    hard(
         "store_deadline_frees_what_is_being_written",
         "H",
         "giving up a write-back ends its hold, though the store still reads the bytes (R35)",
@@ -155,6 +149,7 @@ MUTANTS = (
             "    self._end(batch, batch.items)\n",
             '    self._l1.unhold(f"l2:{batch.lane.pump.name}", batch.slots)\n    self._end(batch, batch.items)\n',
         ),
+        note="no seed meets memory reused before a hung store reads it: tests/sim/test_writeback.py does",
     ),
     safe(
         "read_without_a_hold",
@@ -164,15 +159,26 @@ MUTANTS = (
         Edit(f"{_L1}.hold_read", "    self._holds.take(holder, [slot for slot in slots if slot is not None])\n", ""),
     ),
     hard(
-        "read_without_a_hold_and_without_a_look",
+        "read_without_a_lease",
         "G",
-        "both safeguards of a read that outlives its lease are gone (R30)",
-        "bytes output memory crash",
-        Edit(f"{_L1}.hold_read", "    self._holds.take(holder, [slot for slot in slots if slot is not None])\n", ""),
+        "a copy begins on whatever is resident, although the reader's lease has run out (R30, R33)",
+        "visibility",
         Edit(
-            "kvcore.connectors.worker:WorkerConnector._load",
-            "[index in moved and held[index] for",
-            "[index in moved for",
+            f"{_L1}.hold_read",
+            "slots.append(slot if slot is not None and self._leases.holds(owner, slot) else None)",
+            "slots.append(slot)",
+        ),
+        planes=("clock",),
+    ),
+    hard(
+        "late_store_keeps_its_memory",
+        "H",
+        "a store that was given up is reported after all, and nobody ends its hold (R35)",
+        "leases memory liveness",
+        Edit(
+            f"{_WRITEBACK}._submit",
+            '        self._tracer.event("writeback.late", lane.pump.name, len(answers))\n        self._let_go(batch)\n',
+            '        self._tracer.event("writeback.late", lane.pump.name, len(answers))\n',
         ),
     ),
 )

@@ -108,6 +108,27 @@ MUTANTS = (
         planes=("process",),
     ),
     bug(
+        "second_reader_of_a_load_gets_no_lease",
+        "L",
+        "of those who wait for one load only the first is protected; the others are told that it is theirs (R58, R65)",
+        "prefix leases",
+        Edit(f"{_LOADS}._publish_and_lease", "    for reader in others:\n", "    for reader in others[:0]:\n"),
+    ),
+    bug(
+        "deadline_does_not_leave_the_loads",
+        "H",
+        "a lookup that was answered at its deadline stays a reader of its loads, and is leased them (R37)",
+        "crash server leases",
+        Edit(f"{_PREFETCH}._detach", "    for key in list(job.joined):\n        self._leave(job, key)\n", ""),
+    ),
+    bug(
+        "store_that_timed_out_is_not_aborted",
+        "H",
+        "no answer in time is taken for no; what the server has reserved meanwhile is never given up (R24, R33)",
+        "leases memory liveness",
+        Edit("kvcore.service.worker_client:_may_have_been_granted", "(ErrorCode.TIMEOUT, ", "("),
+    ),
+    bug(
         "one_load_per_reader",
         "L",
         "every lookup loads for itself what another one is loading already (R58, R63)",

@@ -34,6 +34,8 @@ from kvcore.ladder.zoo.mutant import Mutant
 from kvcore.ladder.zoo.planted import planted
 
 HARD_DENSITY_MAX = 10.0
+SHRINK_S = 60.0
+"""A livelock takes seconds to be seen, in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Effort:
     first_seed: int = 0
     seeds_max: int = 1000
     catches_max: int = 30
-    shrink_runs: int = 120
+    shrink_runs: int = 200
 
 
 @dataclass(slots=True)
@@ -166,5 +168,5 @@ def unplanted(case: Case) -> Case:
 
 def _minimise(measured: Measured, runs: int) -> None:
     assert measured.first is not None
-    measured.first = shrink_case(measured.first, runs=runs)
+    measured.first = shrink_case(measured.first, runs=runs, budget_s=SHRINK_S)
     measured.faults_min = len(measured.first.faults)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, hard
+from kvcore.ladder.zoo.mutant import Edit, bug
 
 _RULE = "kvcore.groups:_Rule"
 _LAYOUT = "kvcore.groups:CacheLayout"
@@ -129,17 +129,6 @@ MUTANTS = (
             "kvcore.lookup:LookupState._conclude",
             "self._fix(LookupOutcome(lengths))",
             "self._fix(LookupOutcome(lengths | 1 << min(part.lengths.bit_length() - 1 for part in self._parts)))",
-        ),
-    ),
-    hard(
-        "error_of_one_rank_hides_the_other",
-        "I",
-        "ranks report a bad load in different steps, and the later report replaces the earlier one (R16, R42)",
-        "bytes output",
-        Edit(
-            f"{_TRACKER}.note_errors",
-            "min(bad) if self.bad_chunk is None else min(self.bad_chunk, *bad)",
-            "min(bad)",
         ),
     ),
 )

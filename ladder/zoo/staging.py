@@ -58,6 +58,17 @@ MUTANTS = (
             "            self._resident[key] = slot\n            if settle(key, slot) is slot:\n",
         ),
     ),
+    bug(
+        "loser_reads_without_a_lease",
+        "G",
+        "a prefetch that comes second is told that it may read what came first, and gets no lease on it (R29)",
+        "leases prefix",
+        Edit(
+            f"{_L1}._lose",
+            "        self._lease(owner, winners, deadline_ns)\n",
+            "        pass\n",
+        ),
+    ),
     safe(
         "published_under_an_open_hold",
         "G",

@@ -2,8 +2,8 @@
 
 A mutant is one operator of cosmic-ray at one of its places in the source. Some change nothing and are left out: in
 annotations (the sources postpone their evaluation; cosmic-ray itself leaves out only those of assignments), unions of
-types, equality in place of identity, those that the compiler refuses or warns of, and those that compile to the same
-tree. The last two are found when a mutant is drawn.
+types, the bare `*` of a parameter list, equality in place of identity, those that the compiler refuses or warns of, and
+those that compile to the same tree. The last two are found when a mutant is drawn.
 
 Mutants inside `assert` statements are a population of their own. An assertion of the core is itself a test, and never
 false in a program without bugs: no run of such a program can tell it from a weaker one.
@@ -59,7 +59,7 @@ def mutants_of(root: Path, module: str) -> list[Mutant]:
         places = ((node, start) for node in nodes for start, _ in operator.mutation_positions(node))
         for occurrence, (node, (line, column)) in enumerate(places):
             where = ASTQuery(node).get_definition_name() or ""
-            if not _in_annotation(node) and not (where == "" and name.startswith(UNION)):
+            if not (_in_annotation(node) or _is_marker(node) or (where == "" and name.startswith(UNION))):
                 found.append(Mutant(module, name, occurrence, line, column, where, _in_assert(node)))
     return found
 
@@ -106,6 +106,11 @@ def _in_annotation(node: NodeOrLeaf) -> bool:
             return True
         node, parent = parent, parent.parent
     return False
+
+
+def _is_marker(node: NodeOrLeaf) -> bool:
+    """The `*` between positional and keyword parameters, which cosmic-ray takes for a multiplication."""
+    return node.type == "operator" and node.parent is not None and node.parent.type == "parameters"
 
 
 def _in_assert(node: NodeOrLeaf | None) -> bool:

@@ -17,11 +17,11 @@ def draw(
     root: Path, population: Mapping[str, Sequence[Mutant]], size: int, seed: int, exclude: set[str]
 ) -> list[Mutant]:
     """The sample, in an order that is random too: what an interrupted run has done is a fair sample as well."""
+    left = {module: [one for one in found if one.name not in exclude] for module, found in population.items()}
     sample = []
-    for module, count in shares({module: len(found) for module, found in population.items()}, size).items():
-        order = [mutant for mutant in population[module] if mutant.name not in exclude]
-        random.Random(f"{seed} {module}").shuffle(order)
-        sample += _first_programs(root, order, count)
+    for module, count in shares({module: len(found) for module, found in left.items()}, size).items():
+        random.Random(f"{seed} {module}").shuffle(left[module])
+        sample += _first_programs(root, left[module], count)
     random.Random(f"{seed}").shuffle(sample)
     return sample
 

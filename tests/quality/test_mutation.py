@@ -20,7 +20,7 @@ from __future__ import annotations
 Either = int | str
 
 
-def pick(values: list[int | None], last: int | None = None) -> int | None:
+def pick(values: list[int | None], *, last: int | None = None) -> int | None:
     assert len(values) > 1
     return values[0] if values[0] is not last else values[1]
 """
@@ -59,6 +59,7 @@ def test_types_are_no_code_and_assertions_are_told_apart(tool: dict[str, ModuleT
     mutants = tool["population"].mutants_of(root, "kvcore.pick")
     assert mutants
     assert not [mutant for mutant in mutants if "BitOr" in mutant.operator], "`int | None` is a type"
+    assert not [mutant for mutant in mutants if "Mul" in mutant.operator], "`*` is no multiplication"
     assert {mutant.line for mutant in mutants if mutant.in_assert} == {8}
     assert {mutant.line for mutant in mutants if not mutant.in_assert} == {9}
     assert len({mutant.name for mutant in mutants}) == len(mutants)

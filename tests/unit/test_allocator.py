@@ -42,6 +42,16 @@ def test_the_smallest_run_that_fits_is_used_so_large_ones_stay_whole() -> None:
     allocator.give(64, [1024, 1088])  # 128 bytes
     assert allocator.take(128, 1) == [1024]
     assert allocator.largest_free == 192
+    allocator.give(64, [0])  # the run of 192 grows to 256 and begins at 0
+    assert allocator.take(256, 1) == [0]
+
+
+def test_a_run_at_the_very_beginning_is_a_run_like_any_other() -> None:
+    allocator = Allocator(4096)
+    allocator.take(64, 64)
+    allocator.give(64, [0, 64])
+    allocator.give(64, [1024, 1088, 1152])
+    assert allocator.take(128, 1) == [0]
 
 
 def test_a_run_of_the_same_power_of_two_is_found_although_others_in_its_class_are_too_short() -> None:
@@ -81,6 +91,27 @@ def test_giving_a_range_back_twice_does_not_go_unnoticed() -> None:
     allocator.give(64, [0])
     with pytest.raises(AssertionError, match="more was given back"):
         allocator.give(64, [0])
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([(32, 32), (64, 32)], "not coalesced"),
+        ([(32, 32), (48, 32)], "overlap"),
+        ([(96, 64)], None),
+        ([(32, 16)], None),
+    ],
+)
+def test_the_audit_finds_free_runs_that_touch_overlap_or_do_not_add_up(
+    runs: list[tuple[int, int]], said: str | None
+) -> None:
+    allocator = Allocator(128)
+    allocator.take(128, 1)
+    allocator.free = 64
+    for start, length in runs:
+        allocator._file(start, length)
+    with pytest.raises(AssertionError, match=said):
+        allocator.check()
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 299, 300, 301])

@@ -76,7 +76,7 @@ def test_the_payload_of_another_key_under_our_header_is_found():
     assert judge(bytes(swapped)) is Defect.FLIPPED
 
 
-@pytest.mark.parametrize("room", [0, 1, 39, 41, 4000])
+@pytest.mark.parametrize("room", [0, 1, 2, 20, 38, 39, 41, 4000])
 def test_an_intact_record_of_another_size_is_named_so(room):
     assert judge(record_of(), room=room) is Defect.OTHER_SIZE
 
@@ -118,6 +118,12 @@ def test_a_header_whose_numbers_contradict_each_other_is_not_believed_although_i
         assert parse_header(resealed(**fields)) is Defect.FLIPPED, fields
     assert parse_header(resealed(flags=1)) is Defect.STALE_VERSION
     assert isinstance(parse_header(resealed(length=64 * 1024, key=64 * 1023)), Header), "the longest that is believed"
+
+
+def test_a_record_whose_key_has_another_length_is_foreign_although_the_key_check_agrees():
+    key_bytes = len(encode_header(KEY, PAYLOAD)) - 64
+    for other in (key_bytes - 1, key_bytes + 1):
+        assert judge(resealed(length=64 + other, key=other) + PAYLOAD) is Defect.FOREIGN
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 10, b"x" * 64, bytes(64), bytes(4096)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -268,6 +269,11 @@ def test_layouts_are_values() -> None:
     assert copy.fold([0b1, 0b1, 0b1, 0b1], 1, 100) == 0b11
     with pytest.raises(FrozenInstanceError):
         one.ranks = 3  # type: ignore[misc]
+
+
+def test_a_layout_prints_what_it_was_made_of_and_nothing_that_follows_from_it() -> None:
+    shown = re.findall(r"(\w+)=", repr(layout(window(5), ranks=2)))
+    assert shown == ["groups", "kind", "block_tokens", "bytes_per_block", "window_tokens", "ranks", "chunk_tokens"]
 
 
 def test_the_fingerprint_tells_layouts_apart() -> None:

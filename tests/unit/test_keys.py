@@ -476,6 +476,14 @@ def test_a_key_beyond_the_limits_is_refused(key: ObjectKey) -> None:
         key_text(key)
 
 
+def test_numbers_of_64_bits_can_be_digested_and_longer_ones_are_refused() -> None:
+    digests = {digest_fields("test", {"n": number}) for number in (-(2**63), 2**63 - 1, 0, -1, 1)}
+    assert len(digests) == 5
+    for number in (2**63, -(2**63) - 1):
+        with pytest.raises(ConfigError, match="n must be text or a 64-bit whole number"):
+            digest_fields("test", {"n": number})
+
+
 @pytest.mark.parametrize(
     "key",
     [

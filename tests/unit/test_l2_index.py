@@ -44,6 +44,13 @@ def filled(capacity_bytes: int = 100, limits: Quota | None = None) -> Index:
     return index
 
 
+def test_an_entry_is_equal_to_itself_alone() -> None:
+    """Who keeps an entry of a record that is gone must not take its successor's for it."""
+    one, two = (Entry(key("a"), 20, 30, State.PRESENT) for _ in range(2))
+    assert one != two
+    assert len({one, two}) == 2
+
+
 # --- room
 
 

@@ -117,6 +117,26 @@ def test_the_deadline_heap_is_bounded_by_the_live_batches() -> None:
     assert len(live) == HEAP_SWEEP_MIN // 2
 
 
+def test_keeping_the_deadline_heap_small_looks_at_each_batch_a_few_times() -> None:
+    class Watched:
+        """Alive for ever, and counts how often somebody asks."""
+
+        deadline_ns = 1000
+        looks = 0
+
+        @property
+        def live(self) -> int:
+            Watched.looks += 1
+            return 1
+
+    deadlines = Deadlines()
+    count = 20 * HEAP_SWEEP_MIN
+    for _ in range(count):
+        deadlines.add(Watched())  # type: ignore[arg-type]
+    assert Watched.looks <= 2 * count
+    assert len(deadlines) == count
+
+
 def test_a_hold_ends_only_for_the_holder_that_has_it(slots: dict[str, Slot]) -> None:
     holds = HoldTable()
     holds.take("worker", [slots["a"], slots["a"]])

@@ -127,6 +127,26 @@ def test_an_unknown_lookup_fails_with_a_reason_and_only_the_others_are_released(
     assert state.outcome == LookupOutcome(1, "server 1: it does not know this lookup (restarted?)")
 
 
+def test_a_server_that_refuses_holds_nothing_and_the_others_are_released() -> None:
+    state = lookup()
+    state.acknowledged(1, 0)
+    assert state.refused(0, "too many sessions") == [release(1)]
+    assert state.outcome == LookupOutcome(1, "server 0: too many sessions")
+    assert state.phases == (Phase.ABSENT, Phase.GIVEN_UP)
+    assert (state.late, state.settled, state.next_due_ns) == (0, None, None)
+    assert state.refused(0, "again") == []
+    assert state.late == 1
+
+
+def test_only_queries_have_a_serial_and_only_settlements_a_length() -> None:
+    state = lookup(servers=1)
+    (asked,) = state.acknowledged(0, 0)
+    state.ready(0, 1, 0b111)
+    (settled,) = state.settle(2)
+    (released,) = state.release()
+    assert [(action.serial, action.length) for action in (asked, settled, released)] == [(1, 0), (0, 2), (0, 0)]
+
+
 def test_a_failed_server_makes_the_result_nothing_at_once() -> None:
     state = lookup()
     state.acknowledged(0, 0)

@@ -40,6 +40,10 @@ def test_every_cell_belongs_to_exactly_the_server_that_server_of_names(placement
         assert reduce(or_, (rows[row.index] for rows in masks)) == ones(count)
 
 
+def test_without_a_word_there_is_one_server_for_everything() -> None:
+    assert (Placement().mode, Placement().servers) == ("rank", 1)
+
+
 def test_by_rank_a_server_holds_whole_rows() -> None:
     assert [Placement("rank", 2).server_of(rank, b"any") for rank in range(5)] == [0, 1, 0, 1, 0]
     assert Placement("rank", 2).masks(LAYOUT, HASHES[:4], 1) == [0, 0, 0, 15, 15, 15, 0, 0, 0]
