@@ -56,7 +56,6 @@ class HttpConfig:
     """/healthz, /status and /metrics, read-only, on loopback. Port 0: any free one. Empty `listen`: none."""
 
     listen: str = "127.0.0.1:0"
-    metrics_per_salt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

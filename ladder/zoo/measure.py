@@ -34,7 +34,7 @@ from kvcore.ladder.zoo.mutant import Mutant
 from kvcore.ladder.zoo.planted import planted
 
 HARD_DENSITY_MAX = 10.0
-SHRINK_S = 60.0
+SHRINK_S = 30.0
 """A livelock takes seconds to be seen, in every run."""
 
 
@@ -105,10 +105,12 @@ class Measured:
             "group": self.mutant.group,
             "caught": bool(self.catches),
             "oracle": self.oracle,
+            "finding": self.finding,
             "expected": list(self.mutant.oracles),
             "first_seed": self.first_seed,
             "seeds_run": self.seeds_run,
             "budget_seeds": self.mutant.budget_seeds,
+            "planes": list(self.mutant.planes or ()),
             "catches": self.catches,
             "oracles": dict(self.oracles),
             "density_per_1000": round(self.density, 1),

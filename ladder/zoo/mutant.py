@@ -18,7 +18,7 @@ from typing import Literal
 Kind = Literal["bug", "hard", "safe"]
 
 BUG_SEEDS = 200
-SAFE_SEEDS = 500
+SAFE_SEEDS = 400
 HARD_SEEDS = 1000
 
 

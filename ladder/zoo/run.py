@@ -46,9 +46,7 @@ def _measured(names: Sequence[str], effort: Effort, jobs: int) -> Iterator[Measu
         for name in names:
             yield measure(name, effort)
         return
-    with ProcessPoolExecutor(
-        min(jobs, len(names)), multiprocessing.get_context("spawn"), max_tasks_per_child=4
-    ) as pool:
+    with ProcessPoolExecutor(min(jobs, len(names)), multiprocessing.get_context("spawn")) as pool:
         pending = [pool.submit(measure, name, effort) for name in names]
         for future in as_completed(pending):
             yield future.result()

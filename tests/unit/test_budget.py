@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcore.budget import ByteBudget, Grant
+from kvcore.budget import BudgetStatistics, ByteBudget, Grant
 from kvcore.errors import ConfigError
 
 
@@ -36,6 +36,13 @@ def test_a_demand_over_the_whole_budget_is_cut_to_it() -> None:
     grant = budget.request(1000)
     assert grant.limit_bytes == 100
     assert budget.statistics().cut == 1
+    for fits in (0, 99, 100):
+        budget.request(fits)
+    assert budget.statistics().cut == 1
+
+
+def test_a_new_budget_has_counted_nothing() -> None:
+    assert ByteBudget(100).statistics() == BudgetStatistics(100, 0, 0, 0, 0, 0, 0)
 
 
 def test_zero_bytes_never_wait() -> None:

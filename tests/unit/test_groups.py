@@ -331,6 +331,16 @@ def test_a_layout_that_cannot_work_is_refused_with_its_reason(
         CacheLayout(groups, ranks, chunk_tokens)
 
 
+def test_the_fingerprint_does_not_change_by_accident() -> None:
+    """It is part of every namespace: another one makes everything that stores hold unreachable."""
+    groups = (
+        ObjectGroup(GroupKind.FULL, 16, 4096),
+        ObjectGroup(GroupKind.WINDOW, 16, 1024, 128),
+        ObjectGroup(GroupKind.RECURRENT, 64, 65536),
+    )
+    assert CacheLayout(groups, 2, 256).fingerprint == "9329d426cb71c24f0f937a42395a5431"
+
+
 # --- negotiation
 
 

@@ -170,7 +170,7 @@ def test_the_list_of_known_hashes_is_not_changed() -> None:
 
 @pytest.mark.parametrize("known", [[b"x" * 32, b"y" * 32], [b"short"], [bytearray(32)], [b"x" * 33]])
 def test_known_hashes_that_cannot_belong_to_the_tokens_are_refused(known: Any) -> None:
-    with pytest.raises(CallerError, match="must be 32 bytes"):
+    with pytest.raises(CallerError, match="must be 32 bytes, not bytearray"):
         hashes(range(12), known=[b"x" * 32, bytearray(32)])
     with pytest.raises(CallerError):
         hashes([1, 2, 3, 4], known=known)

@@ -124,6 +124,7 @@ def test_a_replacement_reserves_what_it_needs_beyond_the_old_record(new_bytes: i
     admission = index.admit(key("b"), new_bytes - 10, new_bytes)
     assert admission is not None
     (old,) = admission.victims
+    assert not old.evicted, "it was replaced"
     assert (index.bytes_used, index.bytes_reserved) == (100, reserved_at_first)
     assert index.visible(key("b")) is None
     index.deleted(old, admission.entry)

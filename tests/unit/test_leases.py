@@ -117,6 +117,19 @@ def test_the_deadline_heap_is_bounded_by_the_live_batches() -> None:
     assert len(live) == HEAP_SWEEP_MIN // 2
 
 
+def test_the_deadline_heap_is_bounded_after_a_crowd_has_gone_as_well() -> None:
+    deadlines = Deadlines()
+    crowd = [LeaseBatch("w", 1000, ()) for _ in range(20 * HEAP_SWEEP_MIN)]
+    for batch in crowd:
+        batch.live = 1
+        deadlines.add(batch)
+    for batch in crowd:
+        batch.live = 0
+    for _ in range(100 * HEAP_SWEEP_MIN):
+        deadlines.add(LeaseBatch("w", 1000, ()))
+    assert len(deadlines) <= HEAP_SWEEP_MIN
+
+
 def test_keeping_the_deadline_heap_small_looks_at_each_batch_a_few_times() -> None:
     class Watched:
         """Alive for ever, and counts how often somebody asks."""

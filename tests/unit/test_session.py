@@ -222,6 +222,7 @@ def test_a_worker_is_told_the_owner_of_the_current_generation_only(desk: Desk) -
     assert found is not None
     assert (found[1], found[0].salt) == (desk.owners[0], "salt")
     assert desk.table.owner_of("s", 2, 0) is None
+    assert desk.table.owner_of("s", 4, 0) is None
     assert desk.table.owner_of("x", 3, 0) is None
     desk.table.release("s", 7, 1, 0)
     assert desk.table.owner_of("s", 3, 0) is None

@@ -227,11 +227,12 @@ def test_a_worker_has_one_of_the_layouts_ranks_and_keeps_it(rig: Rig) -> None:
 
 def test_a_silent_worker_with_nothing_open_makes_room_for_another_and_a_busy_one_does_not() -> None:
     rig = Rig(workers_max=1)
-    assert not rig.desk.register("v", 0, SILENCE_NS - 1)
-    assert rig.desk.register("v", 0, SILENCE_NS)
+    rig.desk.heard("w", 60)
+    assert not rig.desk.register("v", 0, 60 + SILENCE_NS - 1)
+    assert rig.desk.register("v", 0, 60 + SILENCE_NS)
     assert rig.desk.workers == ("v",)
     rig.desk.store("v", "t", KEYS, SIZES, 1000)
-    assert not rig.desk.register("w", 0, 3 * SILENCE_NS)
+    assert not rig.desk.register("w", 0, 10 * SILENCE_NS)
 
 
 def test_a_busy_worker_is_reaped_after_its_silence_and_not_one_moment_before(rig: Rig) -> None:
