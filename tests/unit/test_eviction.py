@@ -132,19 +132,21 @@ def test_s3_fifo_gives_an_object_another_round_per_read_and_not_more_than_three(
     assert policy.steps <= 6
 
 
-def test_s3_fifo_takes_from_main_while_small_holds_less_than_its_share() -> None:
+@pytest.mark.parametrize(("in_main", "goes"), [(1, "N"), (8, "N"), (9, "a"), (10, "a"), (19, "a")])
+def test_s3_fifo_takes_from_small_only_while_small_holds_more_than_a_tenth_of_the_bytes(
+    in_main: int, goes: str
+) -> None:
     policy = S3FifoPolicy()
-    old = "abcdefghijklmnopqrst"
-    policy.add(slots_of(old))
-    drain(policy)
-    (new, *back) = slots_of("N" + old[1:])
-    policy.add(back[-1:])  # the one key that the ghost of an empty cache remembers: straight into main
-    policy.add([new])
-    assert policy.victim() is new, "half of the bytes are in small"
-    policy.add(slots_of("N"))  # remembered by now: into main as well
-    crowd = VirtualArena(1 << 30).allocate_batch(64 * 20, [ObjectKey(b"t", "m", 0)])
-    policy.add(crowd)
-    assert policy.victim() is crowd[0], "small holds ten parts in eleven"
+    often = slots_of("abcdefghijklmnopqrst"[:in_main])
+    (once,) = slots_of("x", size=1 << 20)  # so large that small is crowded until it has gone
+    policy.add([*often, once])
+    for slot in often:
+        read(policy, slot, 2)
+    assert policy.victim() is once, "those that were read went into main"
+    policy.add(slots_of("N"))
+    victim = policy.victim()
+    assert victim is not None
+    assert names([victim]) == goes
 
 
 def test_s3_fifo_gives_an_object_in_main_one_more_round_per_read() -> None:

@@ -364,6 +364,13 @@ def test_engine_mode_takes_the_last_block_of_each_chunk() -> None:
     ]
 
 
+def test_more_known_hashes_than_full_chunks_cannot_belong_to_the_engines_blocks() -> None:
+    hasher = ChunkHasher(ENGINE)
+    assert hasher.hash_blocks([b"x"] * 3, 2, known=[b"k" * 32]) == [b"k" * 32]
+    with pytest.raises(CallerError, match="only 1 full chunks"):
+        hasher.hash_blocks([b"x"] * 3, 2, known=[b"k" * 32] * 2)
+
+
 @given(st.integers(0, 30), st.sampled_from([1, 2, 4]), st.data())
 def test_known_hashes_continue_a_chain_of_engine_hashes(count: int, block_tokens: int, data: st.DataObject) -> None:
     blocks = [bytes([number]) * 8 for number in range(count)]

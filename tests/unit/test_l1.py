@@ -145,6 +145,17 @@ def test_a_key_with_another_size_is_refused_and_counted_and_stays_as_it_is() -> 
     l1.check()
 
 
+def test_a_batch_of_any_length_may_name_a_size_for_each_key() -> None:
+    count = 300
+    keys = [ObjectKey(n.to_bytes(32, "big"), "m", 0) for n in range(count)]
+    l1 = cache(2 * count)
+    answers, slots = l1.reserve_write("w", keys, [SIZE] * count)
+    assert answers == [Answer.RESERVED] * count
+    assert None not in slots
+    with pytest.raises(CallerError, match="300 keys with 299 sizes"):
+        l1.reserve_write("v", keys, [SIZE] * (count - 1))
+
+
 def test_a_batch_may_mix_sizes() -> None:
     l1 = cache()
     answers, slots = l1.reserve_write("w", K[:4], [10, 100, 100, 64])
