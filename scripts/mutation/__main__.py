@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(1, str(ROOT / "scripts"))
 
 from population import Mutant, difference, mutants_of, mutated, path_of  # noqa: E402
-from runner import copy_tree, guard, mutate, prepare, restore, run_tests  # noqa: E402
+from runner import copy_tree, guard, mutated_file, prepare, recover, run_tests  # noqa: E402
 from sample import draw  # noqa: E402
 from targets import pure_modules, tests_of  # noqa: E402
 
@@ -59,6 +60,7 @@ class Work:
             copy_tree(ROOT, self.tree)
             found = [asdict(mutant) for module in pure_modules(ROOT) for mutant in mutants_of(self.tree, module)]
             self._population.write_text(json.dumps(found))
+        recover(self.tree)
         prepare()
 
     def population(self) -> dict[str, list[Mutant]]:
@@ -82,11 +84,8 @@ class Work:
         source = mutated(self.tree, mutant)
         assert source is not None
         lines = difference(path.read_text(), source)
-        before = mutate(path, source, serial)
-        try:
+        with mutated_file(self.tree, path, source, serial):
             verdict = run_tests(self.tree, tests, limit_s)
-        finally:
-            restore(path, before)
         result = {"name": mutant.name, **asdict(mutant), "change": lines, "killed": verdict.killed, **asdict(verdict)}
         with self._results.open("a") as file:
             file.write(json.dumps(result) + "\n")
@@ -202,6 +201,7 @@ def sample_of(work: Work, arguments: argparse.Namespace) -> list[Mutant]:
 def main() -> int:
     arguments = parse()
     os.nice(NICE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted; the same command goes on"))
     start = time.monotonic()
     folder = (
         arguments.work

@@ -24,6 +24,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,8 @@ FILES = ("pyproject.toml", "README.md", "CHANGELOG.md")
 LIBRARIES = ("hypothesis.stateful", "numpy", "msgspec", "blake3", "xxhash", "zmq.asyncio", "simpy", "prometheus_client")
 OPTIONS = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:benchmark", "-p", "no:pytest_cov")
 EXAMPLES = 30  # of each property, as far as a test does not ask for another number
+MUTATED, ORIGINAL = "mutated", "original"  # in the copy: which file is mutated now, and what it was
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 MEMORY_BYTES = 6 << 30  # a mutant that asks for more fails
 WAIT_PER_CPU = 10  # a child may last this many times its CPU limit
 
@@ -98,28 +102,33 @@ def run_tests(tree: Path, tests: tuple[str, ...], cpu_s: float, write_compiled: 
     return Verdict(_how(status, by), by, used)
 
 
-def mutate(path: Path, source: str, serial: int) -> tuple[str, int]:
-    """Put `source` in place of a file. Answers what `restore` needs."""
-    before = path.read_text(), path.stat().st_mtime_ns
+@contextmanager
+def mutated_file(tree: Path, path: Path, source: str, serial: int) -> Iterator[None]:
+    """Put `source` in place of a file, and the file back in the end; also when this process dies, see `recover`."""
+    shutil.copy2(path, tree / ORIGINAL)
+    (tree / MUTATED).write_text(str(path.relative_to(tree)))
     path.write_text(source)
     os.utime(path, (serial, serial))  # long ago, and different each time
-    return before
+    try:
+        yield
+    finally:
+        recover(tree)
 
 
-def restore(path: Path, before: tuple[str, int]) -> None:
-    path.write_text(before[0])
-    os.utime(path, ns=(before[1], before[1]))
+def recover(tree: Path) -> None:
+    """Put back the file that is mutated, if any is."""
+    note = tree / MUTATED
+    if note.exists():
+        shutil.copy2(tree / ORIGINAL, tree / note.read_text())
+        note.unlink()
 
 
 def guard(tree: Path, module: str) -> None:
     """Show that a module that cannot be imported from the copy fails the tests: the copy is what they test."""
     path = tree / (module.replace(".", "/") + ".py")
-    before = mutate(path, "raise ImportError('the copy is tested')\n", 1)
-    try:
+    with mutated_file(tree, path, "raise ImportError('the copy is tested')\n", 1):
         if not run_tests(tree, ("tests/unit/test_allocator.py",), 60).killed:
             raise SystemExit("the tests do not import kvcore from the copy: a score would mean nothing")
-    finally:
-        restore(path, before)
 
 
 def _in_child(tree: Path, tests: tuple[str, ...], cpu_s: float, write_compiled: bool, note: Path) -> None:
@@ -127,6 +136,7 @@ def _in_child(tree: Path, tests: tuple[str, ...], cpu_s: float, write_compiled: 
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(tree)
         log = os.open(tree / "last_run.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
@@ -162,18 +172,22 @@ class _FirstFailure:
 def _await_child(child: int, wait_s: float) -> tuple[int, float]:
     """Its wait status and its seconds of CPU. Nothing of its session lives on."""
     end = time.monotonic() + wait_s
-    while True:
-        pid, status, usage = os.wait4(child, os.WNOHANG)
-        if pid or time.monotonic() > end:
-            break
-        time.sleep(0.02)
     try:
-        os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    if not pid:
+        while time.monotonic() < end and os.waitid(os.P_PID, child, ENDED) is None:
+            time.sleep(0.02)
+    finally:  # it is not reaped yet, so its number is certainly its own
+        _kill_session(child)
         _, status, usage = os.wait4(child, 0)
     return status, usage.ru_utime + usage.ru_stime
+
+
+def _kill_session(child: int) -> None:
+    """The child itself too: it may not lead its session yet. What has ended is not changed by it."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def _how(status: int, by: str) -> str:
