@@ -295,20 +295,29 @@ class Scheduler:
         return self._budget > 0 and len(self._running) < self._config.max_num_seqs
 
     def _admit_loaded(self, plan: StepPlan) -> None:
-        """Who does not fit is passed over: by priority the first may be the one for whom nothing was reserved, and only
-        the end of a later one makes room for it."""
+        """In order, up to the first that does not fit. Where nobody runs, it is passed over: by priority it may be the
+        one for whom nothing was reserved, and only the end of a later one makes room for it."""
         for request in sorted(self._loaded.values(), key=self._loaded_order):
-            count = self._step_tokens(request, request.computed) if self._has_room() else 0
-            if self._config.reserve_whole and self.tables.blocks_lacking(request) > self.pool.free_count:
-                continue
-            new_blocks = self.tables.grow(request, request.computed + count) if count else None
-            if new_blocks is None:
-                continue
-            if self._connector is not None:
-                self._connector.after_alloc(request.view(), request.block_table(), 0)
-            plan.fresh.extend(block for blocks in new_blocks for block in blocks)
-            del self._loaded[request.request_id]
-            self._start(plan, request, count, new_blocks)
+            new_blocks = self._blocks_for_loaded(request)
+            if new_blocks is None and plan.entries:
+                return
+            if new_blocks is not None:
+                self._admit_one_loaded(plan, request, new_blocks)
+
+    def _blocks_for_loaded(self, request: Request) -> tuple[list[int], ...] | None:
+        """None: there is no room for its next tokens."""
+        count = self._step_tokens(request, request.computed) if self._has_room() else 0
+        if self._config.reserve_whole and self.tables.blocks_lacking(request) > self.pool.free_count:
+            return None
+        return self.tables.grow(request, request.computed + count) if count else None
+
+    def _admit_one_loaded(self, plan: StepPlan, request: Request, new_blocks: tuple[list[int], ...]) -> None:
+        count = self._step_tokens(request, request.computed)
+        if self._connector is not None:
+            self._connector.after_alloc(request.view(), request.block_table(), 0)
+        plan.fresh.extend(block for blocks in new_blocks for block in blocks)
+        del self._loaded[request.request_id]
+        self._start(plan, request, count, new_blocks)
 
     def _loaded_order(self, request: Request) -> tuple[int, int]:
         """By the policy; FCFS here means in the order in which the loads began."""
