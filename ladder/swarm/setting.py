@@ -48,6 +48,11 @@ def _shape(config: EpisodeConfig) -> _Shape:
     )
 
 
+def forget_models() -> None:
+    """Drop the models that this process has built: for whoever changes the code that they were built with."""
+    _model.cache_clear()
+
+
 @lru_cache(maxsize=512)
 def _model(shape: _Shape) -> tuple[CacheLayout, FingerprintModel, Reference]:
     groups, ranks, chunk, full, window, recurrent, window_tokens, seed = shape

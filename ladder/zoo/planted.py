@@ -29,10 +29,10 @@ def planted(name: str) -> Iterator[None]:
     patch = Patch()
     patch.rewrite(find_mutant(name).edits)
     _planted.append(name)
-    setting._model.cache_clear()
+    setting.forget_models()
     try:
         yield
     finally:
         patch.undo()
         _planted.remove(name)
-        setting._model.cache_clear()
+        setting.forget_models()

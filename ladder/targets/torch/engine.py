@@ -12,7 +12,6 @@ Who holds: the process the scheduler's state and the scheduler side of the conne
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import traceback
 from collections import Counter
@@ -40,9 +39,10 @@ from kvcore.ladder.targets.torch.messages import (
 )
 from kvcore.ladder.targets.torch.model import build_torch_model
 from kvcore.ladder.targets.torch.pages import Entry
+from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
 from kvcore.service.remote import ServerLink
-from kvcore.service.zmq_transport import ZmqClientTransport, ZmqServerTransport
+from kvcore.service.zmq_transport import ZmqClientTransport
 from kvcore.sim.engine.block_pool import BlockNames
 from kvcore.sim.engine.probe import NullProbe
 from kvcore.sim.engine.request import RequestSpec
@@ -220,33 +220,17 @@ class EngineProcess:
 
 
 async def _serve(setup: EngineSetup) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
     layout, _ = build_torch_model(setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed)
     engine = EngineProcess(setup, layout)
-    transport = ZmqServerTransport(loop, setup.socket("engine"))
-    tasks: set[asyncio.Task[Any]] = set()
 
-    async def work(peer: bytes, serve: Serve) -> None:
-        def tell(answer: Answered | Served | Failed) -> None:
-            transport.send(peer, pack(answer))
-
+    async def work(tell: Tell, payload: bytes) -> None:
         try:
-            tell(await engine.serve(serve, tell))
+            served: Served | Failed = await engine.serve(read_serve(payload), lambda answered: tell(pack(answered)))
         except Exception:
-            tell(Failed(traceback.format_exc()))
+            served = Failed(traceback.format_exc())
+        tell(pack(served))
 
-    def received(peer: bytes, payload: bytes) -> None:
-        task = loop.create_task(work(peer, read_serve(payload)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    transport.receive(received)
-    print("ready", flush=True)
-    await stop.wait()
-    transport.close()
-    engine.close()
+    await serve_until_told(setup.socket("engine"), work, engine.close)
 
 
 def main() -> None:

@@ -15,14 +15,12 @@ Who holds: the process its pages, copies and connections, until it is told to en
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed
@@ -34,11 +32,11 @@ from kvcore.ladder.targets.torch.dense import DenseReference
 from kvcore.ladder.targets.torch.messages import EngineSetup, Report, Step, pack, read_step
 from kvcore.ladder.targets.torch.model import TorchModel, build_torch_model
 from kvcore.ladder.targets.torch.pages import Entry, TorchForward, TorchPages
+from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
 from kvcore.ports import DeviceEvent
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.service.remote import ServerLink
-from kvcore.service.zmq_transport import ZmqServerTransport
 from kvcore.sim.model import Layer
 
 _FINDINGS_MAX = 10
@@ -219,27 +217,13 @@ async def _maybe(result: Awaitable[None] | None) -> None:
 
 
 async def _serve(rank: int, setup: EngineSetup) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
     layout, model = build_torch_model(setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed)
     worker = WorkerProcess(rank, setup, layout, model)
-    transport = ZmqServerTransport(loop, setup.socket(f"worker{rank}"))
-    tasks: set[asyncio.Task[Any]] = set()
 
-    async def answer(peer: bytes, step: Step) -> None:
-        transport.send(peer, pack(await worker.run(step)))
+    async def work(tell: Tell, payload: bytes) -> None:
+        tell(pack(await worker.run(read_step(payload))))
 
-    def received(peer: bytes, payload: bytes) -> None:
-        task = loop.create_task(answer(peer, read_step(payload)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    transport.receive(received)
-    print("ready", flush=True)
-    await stop.wait()
-    transport.close()
-    worker.close()
+    await serve_until_told(setup.socket(f"worker{rank}"), work, worker.close)
 
 
 def main() -> None:
