@@ -127,7 +127,7 @@ MUTANTS = (
         "bytes",
         Edit(f"{_WORKER}._store", "[index in moved for index", "[index in moved or bool(moved) for index"),
     ),
-    hard(
+    bug(
         "errors_of_asynchronous_loads_are_not_reported",
         "E",
         "the end of the load is reported, its bad blocks are not (R16)",

@@ -158,7 +158,7 @@ MUTANTS = (
         "the lease, and the look at it after the copy: bytes whose lease ran out on the way are thrown away",
         Edit(f"{_L1}.hold_read", "    self._holds.take(holder, [slot for slot in slots if slot is not None])\n", ""),
     ),
-    hard(
+    bug(
         "read_without_a_lease",
         "G",
         "a copy begins on whatever is resident, although the reader's lease has run out (R30, R33)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, safe
+from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
 
 _PREFETCH = "kvcore.prefetch:PrefetchController"
 _LOADS = "kvcore.loads:LoadTable"
@@ -35,7 +35,7 @@ MUTANTS = (
             "",
         ),
     ),
-    bug(
+    hard(
         "budget_keeps_the_worst_case",
         "H",
         "a lookup never gives back what its plan does not need; later ones wait for bytes that nobody uses (R36)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, safe
+from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
 
 _L1 = "kvcore.l1:L1Cache"
 _LOADS = "kvcore.loads:LoadTable"
@@ -58,7 +58,7 @@ MUTANTS = (
             "            self._resident[key] = slot\n            if settle(key, slot) is slot:\n",
         ),
     ),
-    bug(
+    hard(
         "loser_reads_without_a_lease",
         "G",
         "a prefetch that comes second is told that it may read what came first, and gets no lease on it (R29)",
