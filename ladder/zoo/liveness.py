@@ -11,7 +11,7 @@ _CLIENT = "kvcore.service.scheduler_client:SchedulerClient"
 _LOOKUP = "kvcore.lookup:LookupState"
 
 MUTANTS = (
-    bug(
+    hard(
         "lookup_without_a_deadline",
         "H",
         "a lookup waits for every server, however long one of them is silent (R35)",
@@ -42,7 +42,7 @@ MUTANTS = (
         "liveness hits crash plan",
         Edit(f"{_PREFETCH}._plan", "        self._budget.shrink(grant, made.load_bytes)\n", ""),
     ),
-    bug(
+    hard(
         "failed_loads_keep_their_budget",
         "H",
         "bytes of loads that failed are never given back, until a limit blocks all (R24, R36)",
@@ -135,7 +135,7 @@ MUTANTS = (
         "plan crash server",
         Edit(f"{_PREFETCH}._observe", "    if self.loads.in_flight:\n", "    if False:\n"),
     ),
-    bug(
+    hard(
         "close_waits_for_a_hung_store",
         "H",
         "closing waits until the store has answered, which a hung one never does (R41)",
