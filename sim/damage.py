@@ -15,8 +15,9 @@ _VERSION_OFFSET = 8
 
 
 def flip_header(key: ObjectKey, record: bytes, place: int) -> bytes:
-    """One bit of the header, its key included, is another one."""
-    return _flip(record, place % (8 * min(envelope.header_bytes(key), len(record))))
+    """One bit of the header, its key included, is another one. An empty file stays what it is."""
+    room = 8 * min(envelope.header_bytes(key), len(record))
+    return _flip(record, place % room) if room > 0 else record
 
 
 def flip_payload(key: ObjectKey, record: bytes, place: int) -> bytes:

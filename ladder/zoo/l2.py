@@ -77,6 +77,6 @@ MUTANTS = (
         "K",
         "an operating system error on the store path leaves the piece of work (R53)",
         "the adapter: work that broke off has an unknown outcome, is answered FAILED and cleaned up",
-        Edit("kvcore.l2.work:_write", "except Exception as error:", "except StoreError as error:"),
+        Edit("kvcore.l2.work:_write", "except Exception as failure:", "except StoreError as failure:"),
     ),
 )

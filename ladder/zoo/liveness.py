@@ -102,8 +102,13 @@ MUTANTS = (
         ),
         Edit(
             "kvcore.service.worker_client:WorkerClient._lost",
-            "if isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER:",
+            "if _is_unknown_worker(reply):",
             "if False:",
+        ),
+        Edit(
+            "kvcore.service.worker_client:WorkerClient._ask_as_known",
+            "if not again or not wanted():",
+            "if True:",
         ),
         planes=("process",),
     ),

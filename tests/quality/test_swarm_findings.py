@@ -1,0 +1,29 @@
+"""Seeds that a long swarm failed on, each with what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.keys import ObjectKey
+from kvcore.ladder.swarm.draw import draw_case
+from kvcore.ladder.swarm.episode import run_case
+from kvcore.sim.damage import flip_header
+
+FOUND = {
+    1669: "a reaped worker registered again, and the store that told it to was lost",
+    5055: "the harness could not damage an empty file",
+    5725: "the first store after a restart went over a connection that was gone: the judge allowed for no such store",
+    5732: "the same, after a loss of power",
+    7993: "the same, with several of them",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_seed_that_failed_once_passes(seed: int) -> None:
+    outcome = run_case(draw_case(seed))
+    assert outcome.findings == [], FOUND[seed]
+    assert outcome.bytes_checked > 0
+
+
+def test_damage_to_an_empty_file_leaves_it_empty() -> None:
+    assert flip_header(ObjectKey(b"h" * 32, "m", 0), b"", 7) == b""
