@@ -1,67 +1,31 @@
-"""`ThreadCopyEngine`: device streams played by threads, copies by numpy.
+"""`ThreadCopyEngine`: device streams played by threads (`streams.py`), copies by numpy. The compute stream is one of
+them.
 
-Theory of operation
--------------------
-Each stream name gets one thread and one FIFO queue, created at its first use; the compute stream is one of them. What
-is queued is a `_Job`: a copy batch or a piece of compute work. States of a job:
+`submit` checks every pair of buffers on the loop thread (sizes, shapes, writability), so that misuse is an exception at
+the call and not an error of the batch. Copies of a batch move in the order given.
 
-    queued --all `after` events done, it is the head of its stream--> begun --last byte moved or failed--> done
-    queued --cancel, or close of the engine, or something it waits for has failed--> done, with an error
+The compute stream that has failed once computes nothing more, as on a device. An exception of compute work has nobody
+who must look at it, so it also goes to the loop's exception handler.
 
-1. `submit` checks every pair of buffers on the loop thread (sizes, shapes, writability), so that misuse is an exception
-   at the call and not an error of the batch.
-2. The stream thread takes the head, waits at its *gate* until every event in `after` is done or the job is cancelled,
-   and then tries to begin it. Beginning and cancelling exclude each other under the job's lock: exactly one
-   of them wins. A cancelled job opens its gate, so it does not hold up the stream behind it.
-3. Copies of a batch move in the order given. The first failure ends the batch: its error is the ticket's error, the
-   rest is not moved.
-   Nothing moves behind a failure: a job whose event has ended with an error ends with one too, and the compute stream
-   that has failed once computes nothing more, as on a device. Else the pages of a forward pass that was never finished
-   would be stored under the name of a good one.
-4. `done` is set in the stream thread right after the last byte, so it never lags behind the bytes. Callbacks and waits
-   go through one queue and one notice to the loop, never from inside the call that registered them.
-
-A batch that failed or was cancelled is told by `ticket.error` alone; `wait` returns either way. An exception of
-compute work has nobody who must look at it, so it also goes to the loop's exception handler.
-
-`close` cancels what has not begun and delivers nothing more; a running copy finishes its batch in its daemon thread,
-and its ticket's `done` tells when. Nothing waits for it.
-
-Rejected: one pool of threads (streams would not be FIFO); completing tickets on the loop thread (the loop could be
-late, and a fence that reads `done` would wait for bytes that have long stopped moving).
-
-Who holds, announces, frees: buffers stay the submitter's, and the job keeps them referenced until it is done;
-the stream thread announces done; the submitter may reuse the buffers from then on.
+Who holds, announces, frees: as in `kvcore.runtime.streams`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import CallerError, KvcoreError
+from kvcore.errors import CallerError
 from kvcore.ports import Copy, DeviceEvent
-from kvcore.runtime.confined import LoopConfined
-from kvcore.runtime.notice import EventfdNotice
+from kvcore.runtime.streams import BehindFailure, CopyCancelled, Job, StreamEngine
 
 Array = npt.NDArray[Any]
 
 COMPUTE_STREAM = "compute"
-
-
-class CopyCancelled(KvcoreError):
-    """The error of a ticket that was cancelled before it had begun: an outcome, nobody's mistake."""
-
-
-class BehindFailure(KvcoreError):
-    """The error of a job that was not run because something that it waits for has failed; `__cause__` is that error."""
 
 
 def matched_arrays(copy: Copy) -> tuple[Array, Array]:
@@ -96,130 +60,7 @@ def _reshaped(flat: Array, like: Array) -> Array:
     return flat.reshape(-1).view(np.uint8).view(like.dtype).reshape(like.shape)
 
 
-class _Job:
-    """A ticket and a device event in one: `kvcore.ports.CopyTicket` and `kvcore.ports.DeviceEvent`."""
-
-    __slots__ = (
-        "_begun",
-        "_callbacks",
-        "_done",
-        "_engine",
-        "_error",
-        "_events",
-        "_gate",
-        "_gates_shut",
-        "_lock",
-        "_parts",
-    )
-
-    def __init__(self, engine: ThreadCopyEngine, parts: Sequence[Callable[[], object]]) -> None:
-        self._engine = engine
-        self._parts = parts
-        self._lock = threading.Lock()
-        self._gate = threading.Event()
-        self._gates_shut = 0
-        self._events: Sequence[_Job] = ()
-        self._begun = False
-        self._done = False
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []  # run in the thread that completes the job: they only post
-
-    @property
-    def done(self) -> bool:
-        return self._done
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error if self._done else None
-
-    def cancel(self) -> bool:
-        """True: no byte has moved and none will."""
-        with self._lock:
-            if self._begun or self._done:
-                return False
-            self._complete(CopyCancelled("cancelled before it had begun"))
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._when_done(lambda: self._engine._post(callback))
-
-    async def wait(self) -> None:
-        if self._done:
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_done(lambda: None if future.done() else future.set_result(None))
-        await future
-
-    # ---- below: called by the engine and its stream threads. Callbacks run under the job's lock, which keeps them in
-    # ---- the order of their registration; they only post, or open the gate of a job that was submitted later.
-
-    def _when_done(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if self._done:
-                callback()
-            else:
-                self._callbacks.append(callback)
-
-    def _shut_gate(self, events: Sequence[_Job]) -> None:
-        """The stream may pass when all `events` are done. The extra one keeps the gate shut while we are counting."""
-        self._gates_shut = len(events) + 1
-        self._events = events
-        for event in events:
-            assert event is not self
-            event._when_done(self._one_event_done)
-        self._one_event_done()
-
-    def _one_event_done(self) -> None:
-        with self._lock:
-            self._gates_shut -= 1
-            assert self._gates_shut >= 0
-            if self._gates_shut == 0:
-                self._gate.set()
-
-    def _pass(self) -> None:
-        """Body of the stream thread for this job."""
-        self._gate.wait()
-        with self._lock:
-            if self._done:  # cancelled
-                return
-            assert not self._begun, "a job is the head of its stream only once"
-            self._begun = True
-        error = _failure_of(self._events) or _run_parts(self._parts)
-        with self._lock:
-            assert not self._done, "cancel must not win after the job has begun"
-            self._complete(error)
-
-    def _complete(self, error: BaseException | None) -> None:
-        self._error = error  # before `done`: who sees done may read the error
-        self._done = True
-        self._parts = self._events = ()
-        self._gate.set()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-
-def _failure_of(events: Sequence[_Job]) -> BehindFailure | None:
-    """All of them are done. None: all in good order."""
-    for event in events:
-        assert event.done, "the gate was opened too early"
-        if event.error is not None:
-            failure = BehindFailure(f"what this waits for has failed: {event.error!r}")
-            failure.__cause__ = event.error
-            return failure
-    return None
-
-
-def _run_parts(parts: Sequence[Callable[[], object]]) -> BaseException | None:
-    try:
-        for part in parts:
-            part()
-    except BaseException as error:
-        return error
-    return None
-
-
-class _Move:
+class Move:
     """One copy whose buffers have been checked."""
 
     __slots__ = ("_source", "_target")
@@ -231,22 +72,14 @@ class _Move:
         np.copyto(self._target, self._source)
 
 
-class ThreadCopyEngine:
+class ThreadCopyEngine(StreamEngine):
     """`kvcore.ports.CopyEngine` on host memory. Used from the loop thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "kvcore-copy") -> None:
-        self._loop = loop
-        self._name = name
-        self._streams: dict[str, SimpleQueue[_Job | None]] = {}
-        self._last_compute = _Job(self, ())
+        super().__init__(loop, name)
+        self._last_compute = Job(self, ())
         self._last_compute._shut_gate(())
         self._last_compute._pass()  # an idle compute stream: its last job is done
-        self._unfinished: dict[_Job, None] = {}
-        self._posts: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._closed = False
-        self._confined = LoopConfined()
-        self._notice = EventfdNotice(loop)
-        self._notice.subscribe(self._drain)
 
     def compute_event(self) -> DeviceEvent:
         self._check_open()
@@ -257,86 +90,18 @@ class ThreadCopyEngine:
     ) -> DeviceEvent:
         """Queue `fn` on the compute stream (its thread runs it). Real work takes what it takes: no `duration_ns`."""
         self._check_open()
-        job = _Job(self, (fn,))
+        job = Job(self, (fn,))
         self._enqueue(job, COMPUTE_STREAM, (*after, self._last_compute))
         self._last_compute = job
         job.on_done(lambda: self._report(job))
         return job
 
-    def submit(self, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> _Job:
+    def submit(self, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> Job:
         self._check_open()
-        job = _Job(self, tuple(_Move(copy) for copy in copies))
+        job = Job(self, tuple(Move(copy) for copy in copies))
         self._enqueue(job, stream, after)
         return job
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._confined.check()
-        self._closed = True
-        for job in list(self._unfinished):
-            job.cancel()
-        for queue in self._streams.values():
-            queue.put(None)
-        self._notice.close()
-
-    def _check_open(self) -> None:
-        self._confined.check()
-        if self._closed:
-            raise CallerError("call on a closed copy engine")
-
-    def _enqueue(self, job: _Job, stream: str, after: Sequence[DeviceEvent]) -> None:
-        events = [_own_event(event) for event in after]
-        self._unfinished[job] = None
-        job.on_done(lambda: self._forget(job))
-        job._shut_gate(events)
-        self._stream(stream).put(job)
-
-    def _stream(self, name: str) -> SimpleQueue[_Job | None]:
-        queue = self._streams.get(name)
-        if queue is None:
-            queue = self._streams[name] = SimpleQueue()
-            threading.Thread(target=_serve, args=(queue,), name=f"{self._name}-{name}", daemon=True).start()
-        return queue
-
-    def _forget(self, job: _Job) -> None:
-        del self._unfinished[job]
-
-    def _report(self, job: _Job) -> None:
+    def _report(self, job: Job) -> None:
         if job.error is not None and not isinstance(job.error, CopyCancelled | BehindFailure):
             self._loop.call_exception_handler({"message": "compute work raised", "exception": job.error})
-
-    def _post(self, callback: Callable[[], None]) -> None:
-        """From any thread: run `callback` on the loop thread, in the order of the posts."""
-        self._posts.put(callback)
-        with suppress(CallerError):  # closed meanwhile: nothing is delivered any more
-            self._notice.signal()
-
-    def _drain(self) -> None:
-        for _ in range(self._posts.qsize()):
-            if self._closed:
-                return
-            self._run(self._posts.get_nowait())
-
-    def _run(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception as error:
-            self._loop.call_exception_handler({"message": "callback of a copy engine raised", "exception": error})
-        except BaseException:
-            if not self._closed:
-                self._notice.signal()
-            raise
-
-
-def _own_event(event: DeviceEvent) -> _Job:
-    if not isinstance(event, _Job):
-        raise CallerError(f"an event of another device: {type(event).__name__}")
-    return event
-
-
-def _serve(queue: SimpleQueue[_Job | None]) -> None:
-    """Body of a stream thread. Holds no reference to the engine."""
-    while (job := queue.get()) is not None:
-        job._pass()
-        del job

@@ -25,7 +25,7 @@ have moved already: nobody but us can know that they have.
 Rejected: moving a whole batch at once (hides every reuse race), drawing one duration per batch (pages of two streams
 would never interleave).
 
-Who holds, announces, frees: as in `kvcore.runtime.copy`.
+Who holds, announces, frees: as in `kvcore.runtime.streams`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ import numpy.typing as npt
 
 from kvcore.errors import CallerError
 from kvcore.ports import Copy, DeviceEvent
-from kvcore.runtime.copy import COMPUTE_STREAM, BehindFailure, CopyCancelled, matched_arrays
+from kvcore.runtime.copy import COMPUTE_STREAM, matched_arrays
+from kvcore.runtime.streams import BehindFailure, CopyCancelled
 from kvcore.sim.channel import Channel
 from kvcore.sim.loop import SimLoop
 from kvcore.sim.ports.device_rules import DeviceRules

@@ -9,24 +9,65 @@ import threading
 import numpy as np
 import pytest
 
+from kvcore.device.cpu_engine import CpuCopyEngine
+from kvcore.device.cuda_engine import CudaCopyEngine
+from kvcore.device.emulated import EmulatedCuda
 from kvcore.errors import CallerError
 from kvcore.ports import Copy
-from kvcore.runtime.copy import BehindFailure, ThreadCopyEngine
+from kvcore.runtime.copy import ThreadCopyEngine
+from kvcore.runtime.streams import BehindFailure
 from kvcore.sim.ports.copy import SimCopyEngine
 
 
-@pytest.fixture(params=["threads", "sim-1", "sim-2", "sim-3"])
+@pytest.fixture(params=["threads", "cpu", "cuda-emulated-1", "cuda-emulated-2", "sim-1", "sim-2", "sim-3"])
 def port(request):
     return request.param
 
 
 @pytest.fixture
 def new_engine(port):
+    devices = []
+
     def make():
         loop = asyncio.get_running_loop()
-        return SimCopyEngine(loop, "device") if port.startswith("sim") else ThreadCopyEngine(loop)
+        if port.startswith("sim"):
+            return SimCopyEngine(loop, "device")
+        if port.startswith("cuda"):
+            devices.append(EmulatedCuda(int(port[-1]), _refusal))
+            return ComputingCuda(loop, devices[-1])
+        return ThreadCopyEngine(loop) if port == "threads" else CpuCopyEngine(loop)
 
-    return make
+    yield make
+    for device in devices:
+        device.close()
+
+
+class ComputingCuda(CudaCopyEngine):
+    """With an engine that computes on the device's compute stream. What it raises goes to the loop, as a crash."""
+
+    def __init__(self, loop, device):
+        super().__init__(loop, device)
+        self.device = device
+
+    def run_compute(self, work, after=()):
+        self._check_open()
+        for ticket in after:
+            ticket._when_done(self.device.kick)
+
+        def compute():
+            try:
+                work()
+            except Exception as error:
+                context = {"message": "compute work raised", "exception": error}
+                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+                raise
+
+        self.device.compute_on(self.device.compute, compute, lambda: all(ticket.done for ticket in after))
+        return self.compute_event()
+
+
+def _refusal(copy):
+    return OSError("uncorrectable memory error") if isinstance(copy.source, BrokenMemory) else None
 
 
 class Gate:
@@ -35,17 +76,19 @@ class Gate:
     def __init__(self, engine, work=lambda: None):
         self._opened = threading.Event()
         self._work = work
+        self.open = self._opened.set
         if isinstance(engine, SimCopyEngine):
             self.event = engine.run_compute(work, 1_000_000)
+        elif isinstance(engine, ComputingCuda):
+            engine.device.hold(engine.device.compute)
+            self.event = engine.run_compute(work)
+            self.open = lambda: engine.device.release(engine.device.compute)
         else:
             self.event = engine.run_compute(self._wait_and_work)
 
     def _wait_and_work(self):
         assert self._opened.wait(timeout=20)
         self._work()
-
-    def open(self):
-        self._opened.set()
 
 
 class BrokenMemory(np.ndarray):

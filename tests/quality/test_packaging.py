@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CELL = "full/r1/inproc/sync"
+COMPILES = bool(shutil.which("cmake") and (shutil.which("ninja") or shutil.which("make")) and shutil.which("c++"))
+LIBRARIES = {"kvcore/device/libkvcore_copy.so"} if COMPILES else set()
+LIBRARIES |= {"kvcore/device/libkvcore_copy_cuda.so"} if COMPILES and shutil.which("nvcc") else set()
+BUILD = ("-m", "build", "--no-isolation", *(() if COMPILES else ("-Cwheel.cmake=false",)))
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -60,17 +65,18 @@ def link_distributions(names: Iterable[str], target: Path) -> None:
             (target / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
 
 
-def clean_run(folder: Path, command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-    """Run in `folder` without what this process inherited about Python."""
+def clean_run(folder: Path, command: Sequence[str | Path], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run in `folder` without what this process inherited about Python; compiling CUDA is what takes longest."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
-    return subprocess.run(command, cwd=folder, env=kept, text=True, capture_output=True, check=False, timeout=50)
+    env = {**kept, **more}
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the source archive, and with the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    built = clean_run(folder, [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    built = clean_run(folder, [sys.executable, *BUILD, "--outdir", str(folder), str(ROOT)])
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 
@@ -132,9 +138,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names - metadata == expected
+    assert names - metadata == expected | LIBRARIES
     assert {"kvcore/data/key_vectors.json", "kvcore/py.typed", "kvcore/sim/loop.py"} <= expected
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name.endswith("-py3-none-any.whl") is not bool(LIBRARIES)
 
 
 def test_the_source_archive_holds_what_the_wheel_is_built_from(dist: Path) -> None:
@@ -148,7 +154,29 @@ def test_the_source_archive_holds_what_the_wheel_is_built_from(dist: Path) -> No
 def test_both_archives_are_small(dist: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in dist.iterdir()}
     assert len(sizes) == 2
-    assert max(sizes.values()) < 1 << 20, sizes
+    assert sizes[next(name for name in sizes if name.endswith(".tar.gz"))] < 1 << 20, sizes
+    assert max(sizes.values()) < 2 << 20, sizes  # the CUDA runtime in the library
+
+
+def test_without_a_compiler_the_wheel_is_built_without_the_libraries(dist: Path, tmp_path: Path) -> None:
+    if not COMPILES:
+        pytest.skip("there is none here: all other tests of this file show it")
+    (archive,) = dist.glob("*.tar.gz")
+    command = [sys.executable, *BUILD, "--wheel", "--outdir", str(tmp_path), str(archive_folder(archive, tmp_path))]
+    built = clean_run(tmp_path, command, CC="/bin/false", CXX="/bin/false")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "built WITHOUT its compiled copies" in built.stdout
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        assert not [name for name in opened.namelist() if name.endswith(".so")]
+
+
+def archive_folder(archive: Path, target: Path) -> Path:
+    """The sources as the archive has them."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(target, filter="data")
+    return target / archive.name.removesuffix(".tar.gz")
 
 
 # --- without simpy -------------------------------------------------------------------------------------------------

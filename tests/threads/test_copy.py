@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvcore.ports import Copy
-from kvcore.runtime import copy
-from kvcore.runtime.copy import CopyCancelled, ThreadCopyEngine
+from kvcore.runtime import copy, streams
+from kvcore.runtime.copy import ThreadCopyEngine
+from kvcore.runtime.streams import CopyCancelled
 
 
 class Desk:
@@ -63,7 +64,7 @@ def _visible_moves(threads: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
             threads.step("move bytes")
             DESK[-1].moved.append(self.label)
 
-    monkeypatch.setattr(copy, "_Move", Move)
+    monkeypatch.setattr(copy, "Move", Move)
 
 
 def cancelling(threads: SimpleNamespace) -> Any:
@@ -112,7 +113,7 @@ def test_both_ends_of_that_race_happen(threads: SimpleNamespace, explore: Any) -
 def test_cancel_without_the_lock_is_found(
     threads: SimpleNamespace, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy.threading, "Lock", threads.NoLock)
+    monkeypatch.setattr(streams.threading, "Lock", threads.NoLock)
     broken(cancelling(threads))
 
 
@@ -124,9 +125,9 @@ def test_a_batch_that_begins_without_looking_is_found(
         if job._done:
             return
         job._begun = True
-        job._complete(copy._run_parts(job._parts))
+        job._complete(streams._run_parts(job._parts))
 
-    monkeypatch.setattr(copy._Job, "_pass", careless)
+    monkeypatch.setattr(streams.Job, "_pass", careless)
     broken(cancelling(threads))
 
 
@@ -158,7 +159,7 @@ def gating(threads: SimpleNamespace) -> Any:
     def scenario(run: Any) -> Any:
         DESK[:] = [desk := Desk(threads)]
         one, two, last = (
-            copy._Job(desk.engine, (lambda name=name: desk.moved.append(name),)) for name in ("one", "two", "last")
+            streams.Job(desk.engine, (lambda name=name: desk.moved.append(name),)) for name in ("one", "two", "last")
         )
         one._shut_gate(())
         two._shut_gate(())
@@ -182,7 +183,7 @@ def test_a_gate_that_is_counted_without_the_lock_is_found(
     threads: SimpleNamespace, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two events come at once and one of them is not counted: the gate stays shut for ever."""
-    monkeypatch.setattr(copy.threading, "Lock", threads.NoLock)
+    monkeypatch.setattr(streams.threading, "Lock", threads.NoLock)
     assert "deadlock" in broken(gating(threads))
 
 
@@ -199,7 +200,7 @@ def test_a_gate_without_the_extra_one_is_found(
         if not events:
             job._gate.set()
 
-    monkeypatch.setattr(copy._Job, "_shut_gate", count_as_it_goes)
+    monkeypatch.setattr(streams.Job, "_shut_gate", count_as_it_goes)
     broken(gating(threads))
 
 
@@ -233,10 +234,10 @@ def test_telling_after_close_is_found(threads: SimpleNamespace, broken: Any, mon
             engine._posts.get_nowait()()
 
     monkeypatch.setattr(ThreadCopyEngine, "_drain", drain)
-    monkeypatch.setattr(copy.EventfdNotice, "_deliver", lambda notice: notice._callback and notice._callback())
+    monkeypatch.setattr(streams.EventfdNotice, "_deliver", lambda notice: notice._callback and notice._callback())
 
     def forget(notice: Any) -> None:
         notice._closed = True
 
-    monkeypatch.setattr(copy.EventfdNotice, "close", forget)
+    monkeypatch.setattr(streams.EventfdNotice, "close", forget)
     assert "check" in broken(closing(threads))
