@@ -135,6 +135,7 @@ def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
         ("--connector", options.connector),
         ("--l1", options.l1_bytes),
         ("--l2", options.l2_dir),
+        ("--transfer", options.transfer if options.transfer != "worker" else None),
     ):
         parts += [f"{flag} {value}"] if value is not None else []
     parts.append(f"--chunk-tokens {options.chunk_tokens} --requests {options.requests}")

@@ -24,6 +24,7 @@ from kvcore.ladder.options import (
     check_seed,
     check_storms,
     check_target,
+    check_transfer,
 )
 from kvcore.ladder.swarm.command import check_artifacts
 
@@ -41,6 +42,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=16, metavar="N", help="cache chunk size in tokens")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
     parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
+    parser.add_argument("--transfer", default="worker", metavar="WHO", help="who copies KV: worker (default) or server")
     parser.add_argument("--cases", metavar="N", help=f"cases of each storm rung (default {STORM_CASES})")
     parser.add_argument("--artifacts", type=Path, metavar="DIR", help="write a directory per failed case into DIR")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="worker processes")
@@ -68,6 +70,7 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         storms=storms,
         cases=check_cases(arguments.cases),
         artifacts=check_artifacts(arguments.artifacts),
+        transfer=check_transfer(arguments.transfer),
     )
     check_storms(options)
     _check_used(arguments, options)
@@ -77,6 +80,8 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
 def _check_used(arguments: argparse.Namespace, options: LadderOptions) -> None:
     """What nobody would look at is refused: it was meant to do something."""
     no_passes = ("cell", "trace", "l1", "l2", "requests") if not options.passes else ()
+    if options.transfer != "worker" and (options.connector is not None or not options.passes):
+        raise ConfigError("--transfer is for kvcore's own workers and servers, on the rungs 0 to 4")
     no_storms = ("cases", "artifacts") if not options.storms else ()
     for name in (*no_passes, *no_storms):
         if getattr(arguments, name) not in (None, []):

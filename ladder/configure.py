@@ -42,5 +42,6 @@ def configure(
         policy=("lru", "s3fifo")[place // 2 % 2],
         retain=place % 5 == 3,
         weak_locks=place % 4 == 2,
+        transfer=options.transfer,
     )
     return config, model

@@ -14,6 +14,7 @@ from typing import Any
 from kvcore.errors import ConfigError
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.result import expand_rungs, parse_rungs, split_rungs
+from kvcore.service.protocol import Transfer
 
 TARGETS = ("sim", "local", "torch")
 REQUESTS = {"sim": 120, "local": 48, "torch": 40}
@@ -28,7 +29,7 @@ class LadderOptions:
     """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`.
 
     `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
-    written into `artifacts`.
+    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers.
     """
 
     target: str = "sim"
@@ -45,6 +46,7 @@ class LadderOptions:
     storms: tuple[str, ...] = ()
     cases: int = STORM_CASES
     artifacts: Path | None = None
+    transfer: Transfer = "worker"
 
     def default_trace(self) -> Path | None:
         """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""
@@ -89,6 +91,15 @@ def check_storms(options: LadderOptions) -> None:
         )
     if options.target != "sim":
         raise ConfigError(f"rungs 5 to 8 need the simulated world; target {options.target} has the rungs 0 to 4")
+
+
+def check_transfer(text: str, option: str = "--transfer") -> Transfer:
+    """Who copies."""
+    if text == "worker":
+        return "worker"
+    if text == "server":
+        return "server"
+    raise ConfigError(f"{option} takes worker or server, not {text!r}")
 
 
 def check_seed(text: str, option: str = "--seed") -> int:

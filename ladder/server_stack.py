@@ -25,6 +25,9 @@ from kvcore.ports import ClientTransport, Clock, Executor, Files, Notice, Server
 from kvcore.quota import Quota
 from kvcore.runtime.shared_memory import SharedArena, SharedSegment
 from kvcore.service.client import ConnectionConfig, Region, SchedulerConfig, identity_of
+from kvcore.service.page_desk import PageAccess
+from kvcore.service.page_shares import PageRegistry
+from kvcore.service.protocol import Transfer
 from kvcore.service.server import CacheServer, Deaths, ServerConfig
 from kvcore.sim.engine.device import ComputeDevice
 from kvcore.sim.oracles.findings import Findings
@@ -71,7 +74,7 @@ class StackConfig:
 
     `l2`: which adapters, in order of preference; `l2_bytes` bounds each of them, `l2_quota` its tenants. `quota` is
     L1's. `storage`, `connection` and `lookup` hold the deadlines. `shared_memory`: L1 lies in POSIX shared memory,
-    which the workers map. `engine_namespace`: the clients', where it is not the servers'.
+    which the workers map. `engine_namespace`: the clients', where it is not the servers'. `transfer`: who copies KV.
     """
 
     layout: CacheLayout
@@ -93,6 +96,7 @@ class StackConfig:
     lookup: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     shared_memory: bool = False
+    transfer: Transfer = "worker"
     engine_namespace: Namespace | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +124,8 @@ class AttachedRegion:
 class ServerStack:
     """One cache server with its storage, in its own process of the world.
 
-    `life` counts its restarts; `memories` holds the records of memory stores, which outlive it.
+    `life` counts its restarts; `memories` holds the records of memory stores, which outlive it. With `pages` it copies
+    by itself, block by block, so that every copy meets whatever can happen between two blocks of a cell.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class ServerStack:
         findings: Findings,
         memories: dict[str, MemoryBackend],
         life: int = 0,
+        pages: PageRegistry | None = None,
     ) -> None:
         self.name = f"server{index}"
         self.index = index
@@ -144,6 +150,7 @@ class ServerStack:
         self.segment = self._arena.segment or (f"{self.name}.{life}" if life else self.name)
         policy = S3FifoPolicy if config.policy == "s3fifo" else LruPolicy
         self.l1 = WatchedL1(self.name, truth, findings, world.tracer, self._arena, policy, config.quota)
+        self.copier: Executor | None = None
         self.executors = [world.executor(f"{self.name}.{kind}") for kind in config.l2]
         self._loading = self.l1.loads
         self.adapters = [
@@ -174,8 +181,14 @@ class ServerStack:
             config=replace(config.server, segment=self.segment),
             on_bug=self._bug,
             deaths=world.deaths(),
+            process=world.process_name(self.name),
+            pages=self._page_access(pages) if pages is not None else None,
         )
         self.server.attach(world.listen(index))
+
+    def _page_access(self, pages: PageRegistry) -> PageAccess:
+        self.copier = self._world.executor(f"{self.name}.copy")
+        return PageAccess(pages.open, self._arena.view, self.copier, piece_bytes=1)
 
     def region(self) -> Region | AttachedRegion:
         """This server's memory for a worker."""
@@ -219,7 +232,9 @@ class ServerStack:
 
     @property
     def idle(self) -> bool:
-        return self.storage.idle and all(executor_idle(adapter) for adapter in self.adapters)
+        return (
+            self.storage.idle and not self.server.copying and all(executor_idle(adapter) for adapter in self.adapters)
+        )
 
     def check_at_rest(self) -> None:
         """All of this server's books are closed."""
@@ -234,7 +249,7 @@ class ServerStack:
     async def close(self) -> None:
         self.server.close()
         await self.storage.close()
-        for executor in self.executors:
+        for executor in filter(None, (*self.executors, self.copier)):
             executor.close()
         self._arena.close()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.worker import WorkerConnector
@@ -16,6 +18,8 @@ from kvcore.l2.memory import MemoryBackend
 from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.server_stack import AttachedRegion, ServerStack, StackConfig, World
 from kvcore.service.client import Connection, Region, SchedulerClient, Segment, WorkerClient, identity_of
+from kvcore.service.page_shares import PageRegistry, describe
+from kvcore.service.protocol import PageSegment
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.hits import Cell
 from kvcore.sim.oracles.truth import Truth
@@ -37,6 +41,7 @@ class CacheStack:
         self._findings = findings
         self._world = world
         self.memories: dict[str, MemoryBackend] = {}  # by adapter
+        self._pages = PageRegistry() if config.transfer == "server" else None
         self._lives = [0] * config.placement.servers
         self._past: dict[ObjectKey, None] = {}  # published in an earlier life of a server
         self.servers = [self._start_server(index) for index in range(config.placement.servers)]
@@ -62,7 +67,7 @@ class CacheStack:
         world, life = self._world, self._lives[index]
 
         def build() -> ServerStack:
-            return ServerStack(world, index, self.config, self._truth, self._findings, self.memories, life)
+            return ServerStack(world, index, self.config, self._truth, self._findings, self.memories, life, self._pages)
 
         return world.inside(f"server{index}", build)
 
@@ -71,7 +76,12 @@ class CacheStack:
         identity = identity_of(namespace, self.config.layout, self.config.placement)
         made = [
             Connection(
-                self._world.connect(index, client), identity, self._world.clock, self.config.connection, index=index
+                self._world.connect(index, client),
+                identity,
+                self._world.clock,
+                self.config.connection,
+                index=index,
+                transfer=self.config.transfer,
             )
             for index in range(self.config.placement.servers)
         ]
@@ -104,9 +114,27 @@ class CacheStack:
 
         connections = self._connect(f"worker{rank}")
         config, process = self.config, self._world.process_name(f"worker{rank}")
-        client = WorkerClient(connections, config.placement, config.layout, rank, self.worker_id(rank), region, process)
+        client = WorkerClient(
+            connections,
+            config.placement,
+            config.layout,
+            rank,
+            self.worker_id(rank),
+            region,
+            process,
+            config.transfer,
+            self._world.deaths() if config.transfer == "server" else None,
+        )
         self._clients.append(client)
-        return WorkerConnector(self.config.layout, rank, client)
+        share = partial(self._share, self.worker_id(rank)) if config.transfer == "server" else None
+        return WorkerConnector(self.config.layout, rank, client, share=share)
+
+    def _share(self, worker: str, pages: Sequence[Any]) -> PageSegment:
+        """The engine's pages are views of one buffer; servers find it under a name of this worker life."""
+        assert self._pages is not None
+        name, buffer = f"pages.{worker}", pages[0].base
+        self._pages.share(name, buffer)
+        return describe(name, buffer, pages)
 
     def _region(self, rank: int, segment: str) -> Segment:
         """The worker's mapping, made when a reply first names the segment. KeyError: no server of now has it."""
@@ -158,7 +186,7 @@ class CacheStack:
         for client in self._clients:
             if isinstance(client, WorkerClient):
                 state = client.statistics()
-                if state.stores_open or state.reads_open:
+                if state.stores_open or state.reads_open or state.copies_open:
                     self._findings.report("leases", f"{client.worker_id}: at rest, {state}")
 
     def _quiet(self) -> bool:

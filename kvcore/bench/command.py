@@ -27,7 +27,7 @@ def _server(arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    trips, big, rate, copies = (found[name] for name in ("round_trip", "big_lookup", "throughput", "copies"))
+    trips, big, rate = (found[name] for name in ("round_trip", "big_lookup", "throughput"))
     return [
         f"{trips['what']} (n = {trips['n']})",
         f"    p50 {trips['ack_p50_us']:.0f} us, p99 {trips['ack_p99_us']:.0f} us; "
@@ -38,6 +38,13 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"    p50 {big['p50_ms']:.2f} ms, worst {big['max_ms']:.2f} ms",
         f"{rate['what']} (n = {rate['n']})",
         f"    {rate['lookups_per_s']:.0f} lookups per second",
+        *_copy_lines(found["copies"]),
+        *_copy_lines(found["copies_by_server"]),
+    ]
+
+
+def _copy_lines(copies: dict[str, Any]) -> list[str]:
+    return [
         f"{copies['what']} (n = {copies['n']})",
         f"    store {copies['store_gb_per_s']:.2f} GB/s ({copies['store_share']:.0%} of a plain copy), "
         f"retrieve {copies['retrieve_gb_per_s']:.2f} GB/s ({copies['retrieve_share']:.0%}), "

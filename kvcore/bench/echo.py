@@ -7,12 +7,13 @@ The same loop class as `kvcore serve`, no work at all: what a service in this la
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from contextlib import suppress
 
 import zmq
 import zmq.asyncio
+
+from kvcore.runtime.loops import run
 
 
 async def _echo(address: str) -> None:
@@ -24,13 +25,8 @@ async def _echo(address: str) -> None:
 
 
 def main() -> None:
-    factory = None
-    with suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_echo(sys.argv[1]))
+    with suppress(KeyboardInterrupt):
+        run(_echo(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py
     round trips    LOOKUP -> ACK against an echo of the same bytes, the same number in flight, in turns
     big lookup     128K tokens (512 chunks x 4 rows), all in L1: processor time of the server for LOOKUP, QUERY, END
     throughput     lookups per second, answered READY, with many sessions in flight
-    copies         store (reserve, copy, commit) and retrieve (open, copy, close) through shared memory against one
-                   copy of the same bytes between private buffers, everything touched before. Where memory happens to
+    copies         store and retrieve by either driver against one copy of the same bytes between private buffers,
+                   everything touched before: the worker copies through shared memory (reserve, copy, commit; open,
+                   copy, close), and the server copies from and to the worker's shared pages. Where memory happens to
                    lie makes a fifth of a copy's speed, so there are as many private buffers as L1 has batches
 
 Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of a server or of the
@@ -20,26 +21,31 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import zmq
 
 from kvcore.bench.figures import Latencies, median
-from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import Namespace
 from kvcore.placement import Placement
+from kvcore.runtime.child import Child, ServerChild
+from kvcore.runtime.copy import ThreadCopyEngine
+from kvcore.runtime.worker_pages import SharedPages
 from kvcore.service import protocol as wire
-from kvcore.service.client import LoadCell, StoreCell, identity_of
-from kvcore.service.protocol import PROTOCOL_VERSION, Header
+from kvcore.service.client import LoadCell, PageCell, StoreCell, identity_of
+from kvcore.service.page_client import PageTicket
+from kvcore.service.page_shares import describe
+from kvcore.service.protocol import PROTOCOL_VERSION, Header, Transfer
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 CHUNK_TOKENS = 256
@@ -72,7 +78,8 @@ def bench_server(sizes: Sizes) -> dict[str, Any]:
             "round_trip": _round_trips(directory, sizes),
             "big_lookup": _big_lookup(directory, sizes),
             "throughput": _throughput(directory, sizes),
-            "copies": _copies(directory, sizes),
+            "copies": _copies(directory, sizes, "worker"),
+            "copies_by_server": _copies(directory, sizes, "server"),
         }
 
 
@@ -82,25 +89,24 @@ def bench_server(sizes: Sizes) -> dict[str, Any]:
 @contextmanager
 def server(directory: Path, l1_bytes: int) -> Iterator[tuple[str, int]]:
     """A cache server; its address and process id."""
-    address = f"ipc://{directory}/kv.sock"
-    command = [sys.executable, "-m", "kvcore.cli", "serve", "--listen", address, "--l1", str(l1_bytes), "--http", ""]
-    with _process([*command, "--chunk-tokens", str(CHUNK_TOKENS), "--log-level", "error"]) as process:
-        yield address, process.pid
+    listen = ("--listen", f"ipc://{directory}/kv.sock", "--l1", str(l1_bytes), "--http", "")
+    child = ServerChild(directory / "serve.log", *listen, "--chunk-tokens", str(CHUNK_TOKENS), "--log-level", "error")
+    try:
+        yield child.started().address, child.pid
+    finally:
+        child.stop()
 
 
 @contextmanager
-def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+def echo_server(directory: Path) -> Iterator[tuple[str, int]]:
+    """The yardstick; its address and process id."""
+    address = f"ipc://{directory}/echo.sock"
+    child = Child(directory / "echo.log", "kvcore.bench.echo", address)
     try:
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            raise ConfigError(f"{' '.join(command)} did not start; its own message is above")
-        yield process
+        child.line_with("ready")
+        yield address, child.pid
     finally:
-        process.terminate()
-        process.wait(_PATIENCE_S)
-        if process.stdout is not None:
-            process.stdout.close()
+        child.stop()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -194,8 +200,7 @@ def _round_trips(directory: Path, sizes: Sizes) -> dict[str, Any]:
     layout, namespace = _layout()
     with ExitStack() as stack:
         address, pid = stack.enter_context(server(directory, 64 << 20))
-        echo_address = f"ipc://{directory}/echo.sock"
-        echo_pid = stack.enter_context(_process([sys.executable, "-m", "kvcore.bench.echo", echo_address])).pid
+        echo_address, echo_pid = stack.enter_context(echo_server(directory))
         ours, echo = _Raw(address), _Raw(echo_address)
         stack.callback(ours.close)
         stack.callback(echo.close)
@@ -309,50 +314,49 @@ class _Cost(NamedTuple):
     cpu_seconds: float
 
 
-class _Copier:
-    """A worker that copies batches of whole pages; it remembers what each kind of copy has cost."""
+class _Turns(ABC):
+    """Batches of whole pages, stored, looked up and retrieved; remembers what each kind of copy has cost."""
 
-    def __init__(self, link: ServerLink, pid: int, sizes: Sizes) -> None:
-        size, batch = sizes.copy_bytes, sizes.copy_batch
+    def __init__(self, link: ServerLink, pid: int, sizes: Sizes, buffers: Sequence[memoryview]) -> None:
+        size = sizes.copy_bytes * sizes.copy_batch
         self._pid = pid
-        self._scheduler, self._worker = link.scheduler(), link.worker(0)
-        self._sources = [_private(size * batch) for _ in range(_L1_BATCHES)]
-        self._targets = [_private(size * batch) for _ in range(_L1_BATCHES)]
-        self._pages = [slice(size * index, size * (index + 1)) for index in range(batch)]
+        self._plain = _private(size), _private(size)
+        self._sizes = sizes
+        self._scheduler, self.worker = link.scheduler(), link.worker(0)
+        self._sources, self._targets = buffers[:_L1_BATCHES], buffers[_L1_BATCHES:]
         self.costs: dict[str, list[_Cost]] = {"store": [], "retrieve": [], "plain": []}
 
     async def turn(self, number: int) -> None:
         """A new batch is stored, looked up and retrieved; then the same bytes are copied once, plainly."""
-        hashes = _hashes(len(self._pages), salt=number)
-        source, target = (buffers[number % _L1_BATCHES] for buffers in (self._sources, self._targets))
+        hashes, place = _hashes(self._sizes.copy_batch, salt=number), number % _L1_BATCHES
         session = f"c{number}"
         with self._measured("store"):
-            await self._store(number, hashes, source)
+            await self.store(number, hashes, place)
         self._scheduler.start(session, number, hashes, prompt_tokens=len(hashes) * CHUNK_TOKENS + 1)
         outcome = await self._scheduler.wait(session, number)
         assert outcome.best == len(hashes)
         with self._measured("retrieve"):
-            await self._retrieve(session, number, hashes, target)
+            await self.retrieve(session, number, hashes, place)
         self._scheduler.end(session)
+        source, target = self._sources[place], self._targets[place]
+        assert np.array_equal(np.asarray(source), np.asarray(target)), "what was retrieved is what was stored"
+        source, target = self._plain
         with self._measured("plain"):
-            for page in self._pages:
+            for page in self.pages:
                 target[page] = source[page]
 
-    async def _store(self, number: int, hashes: Sequence[bytes], source: memoryview) -> None:
-        tag = self._worker.tag(number)
-        grants = await self._worker.reserve_store(tag, [StoreCell(0, chunk_hash) for chunk_hash in hashes])
-        for page, grant in zip(self._pages, grants, strict=True):
-            assert grant is not None
-            grant.view[:] = source[page]
-        await self._worker.commit_store(tag, [True] * len(hashes))
+    @property
+    def pages(self) -> list[slice]:
+        size = self._sizes.copy_bytes
+        return [slice(size * index, size * (index + 1)) for index in range(self._sizes.copy_batch)]
 
-    async def _retrieve(self, session: str, generation: int, hashes: Sequence[bytes], target: memoryview) -> None:
-        cells = [LoadCell(0, index, chunk_hash) for index, chunk_hash in enumerate(hashes)]
-        grants = await self._worker.open_read(session, generation, cells)
-        for page, grant in zip(self._pages, grants, strict=True):
-            assert grant is not None
-            target[page] = grant.view
-        assert all(await self._worker.close_read(session, generation, cells))
+    @abstractmethod
+    async def store(self, number: int, hashes: Sequence[bytes], place: int) -> None:
+        """Store the batch from the source buffer at `place`."""
+
+    @abstractmethod
+    async def retrieve(self, session: str, generation: int, hashes: Sequence[bytes], place: int) -> None:
+        """Retrieve it into the target buffer at `place`."""
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
@@ -362,6 +366,75 @@ class _Copier:
         self.costs[name].append(_Cost(time.perf_counter() - seconds, spent))
 
 
+class _ByWorker(_Turns):
+    """The worker copies through the server's shared memory."""
+
+    def __init__(self, link: ServerLink, pid: int, sizes: Sizes) -> None:
+        size = sizes.copy_bytes * sizes.copy_batch
+        super().__init__(link, pid, sizes, [_private(size) for _ in range(2 * _L1_BATCHES)])
+
+    async def store(self, number: int, hashes: Sequence[bytes], place: int) -> None:
+        tag = self.worker.tag(number)
+        grants = await self.worker.reserve_store(tag, [StoreCell(0, chunk_hash) for chunk_hash in hashes])
+        for page, grant in zip(self.pages, grants, strict=True):
+            assert grant is not None
+            grant.view[:] = self._sources[place][page]
+        await self.worker.commit_store(tag, [True] * len(hashes))
+
+    async def retrieve(self, session: str, generation: int, hashes: Sequence[bytes], place: int) -> None:
+        cells = [LoadCell(0, index, chunk_hash) for index, chunk_hash in enumerate(hashes)]
+        grants = await self.worker.open_read(session, generation, cells)
+        for page, grant in zip(self.pages, grants, strict=True):
+            assert grant is not None
+            self._targets[place][page] = grant.view
+        assert all(await self.worker.close_read(session, generation, cells))
+
+
+class _ByServer(_Turns):
+    """The server copies from and to the worker's shared pages: a null block, then a block per cell and buffer."""
+
+    def __init__(self, link: ServerLink, pid: int, sizes: Sizes) -> None:
+        size, batch = sizes.copy_bytes, sizes.copy_batch
+        self._shared = SharedPages(size * (1 + 2 * _L1_BATCHES * batch))
+        buffer = self._shared.buffer
+        _fill_with_noise(buffer)
+        cuts = [slice(size * (1 + n * batch), size * (1 + (n + 1) * batch)) for n in range(2 * _L1_BATCHES)]
+        super().__init__(link, pid, sizes, [buffer[cut] for cut in cuts])
+        self._device = ThreadCopyEngine(asyncio.get_running_loop(), "bench")
+        pages = np.frombuffer(buffer, dtype=np.uint8).reshape(-1, size)
+        self.worker.pages.share(describe(self._shared.segment, buffer, [pages]))
+
+    def _block(self, buffer: int, index: int) -> list[int]:
+        return [1 + buffer * self._sizes.copy_batch + index]
+
+    async def store(self, number: int, hashes: Sequence[bytes], place: int) -> None:
+        cells = [PageCell(StoreCell(0, each), self._block(place, index)) for index, each in enumerate(hashes)]
+        gate = self._device.submit((), stream="store")
+        await self._all(self.worker.pages.store(self.worker.tag(number), cells, "", gate))
+
+    async def retrieve(self, session: str, generation: int, hashes: Sequence[bytes], place: int) -> None:
+        place += _L1_BATCHES
+        cells = [PageCell(LoadCell(0, index, each), self._block(place, index)) for index, each in enumerate(hashes)]
+        gate = self._device.submit((), stream="load")
+        await self._all(self.worker.pages.load(session, generation, cells, gate))
+
+    @staticmethod
+    async def _all(tickets: Sequence[PageTicket]) -> None:
+        for ticket in tickets:
+            await ticket.wait()
+            assert ticket.error is None, ticket.error
+
+    def close(self) -> None:
+        self._device.close()
+        self._shared.close()
+
+
+def _fill_with_noise(buffer: memoryview) -> None:
+    """Touched, and different everywhere, so that a copy to or from a wrong place shows."""
+    words = np.frombuffer(buffer, dtype=np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
 def _private(size: int) -> memoryview:
     """Touched, and at the beginning of a page, as L1 and the tensors of an engine are."""
     buffer = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -369,24 +442,27 @@ def _private(size: int) -> memoryview:
     return buffer
 
 
-def _copies(directory: Path, sizes: Sizes) -> dict[str, Any]:
+def _copies(directory: Path, sizes: Sizes, transfer: Transfer) -> dict[str, Any]:
     layout, namespace = _layout(cell_bytes=sizes.copy_bytes)
 
     async def rounds(address: str, pid: int) -> dict[str, list[_Cost]]:
-        link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), namespace, layout)
-        copier = _Copier(link, pid, sizes)
+        config = RemoteConfig((address,), transfer=transfer)
+        link = ServerLink(asyncio.get_running_loop(), config, namespace, layout)
+        copier = _ByServer(link, pid, sizes) if transfer == "server" else _ByWorker(link, pid, sizes)
         warm = _L1_BATCHES + 1  # these touch all of L1, so that no page is new afterwards
         for turn in range(warm + sizes.rounds):
             await copier.turn(turn + 1)
         link.close()
+        if isinstance(copier, _ByServer):
+            copier.close()
         return {name: costs[warm:] for name, costs in copier.costs.items()}
 
     with server(directory, _L1_BATCHES * sizes.copy_bytes * sizes.copy_batch) as (address, pid):
         costs = asyncio.run(rounds(address, pid))
     total = sizes.copy_bytes * sizes.copy_batch
+    how = "by the server from and to shared pages" if transfer == "server" else "by the worker through shared memory"
     found: dict[str, Any] = {
-        "what": f"{sizes.copy_batch} chunks of {sizes.copy_bytes} bytes: store and retrieve through shared memory "
-        "against one plain copy",
+        "what": f"{sizes.copy_batch} chunks of {sizes.copy_bytes} bytes: store and retrieve {how} against a plain copy",
         "n": sizes.rounds,
     }
     for name, label in (("store", "store"), ("retrieve", "retrieve"), ("plain", "memcpy")):

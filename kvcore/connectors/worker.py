@@ -22,7 +22,10 @@ Each plan becomes a *job* (`jobs.py`), one asyncio task. Jobs outlive the step t
 5. What a device or a server does wrong (a copy refused or failed, a slot of another size) is a failed cell. A job
    that *dies* - our bug, or a copy that never ends - leaves blocks in an unknown state: whoever waits for it is woken,
    and every call from then on raises. Nothing hangs, nothing goes on.
-6. Ended requests are reported `sent` when no store of their last generation reads blocks any more. Generations are
+6. Who moves the bytes: this worker, on its device's streams, or the servers (the client's `transfer`), which read and
+   write the shared memory that the pages lie in. Either way a cell has a ticket, and everything above holds for it. No
+   server is asked before the device has passed the point behind which the copy belongs (the *gate*: an empty batch).
+7. Ended requests are reported `sent` when no store of their last generation reads blocks any more. Generations are
    never used twice, so a reused request id waits for its own stores only.
 
 Rejected: fencing by request id (blocks that left a window, and reused ids, slip through); one task per stream instead
@@ -48,7 +51,9 @@ from kvcore.errors import CallerError, ConfigError, InternalError
 from kvcore.groups import CacheLayout
 from kvcore.ports import Copy, CopyEngine, CopyTicket
 from kvcore.runtime.confined import LoopConfined
-from kvcore.service.client import Grant, LoadCell, StoreCell, WorkerClient
+from kvcore.runtime.streams import CopyCancelled
+from kvcore.service.client import Grant, LoadCell, PageCell, StoreCell, WorkerClient
+from kvcore.service.shapes import PageSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +86,31 @@ class WorkerConnectorStatistics:
 
 
 class WorkerConnector:
-    """See the module text. Loop-confined; one per rank."""
+    """See the module text. Loop-confined; one per rank. `share` says where the engine's pages lie, if servers copy."""
 
     def __init__(
-        self, layout: CacheLayout, rank: int, client: WorkerClient, config: WorkerConnectorConfig | None = None
+        self,
+        layout: CacheLayout,
+        rank: int,
+        client: WorkerClient,
+        config: WorkerConnectorConfig | None = None,
+        share: Callable[[Sequence[Any]], PageSegment] | None = None,
     ) -> None:
         if not 0 <= rank < layout.ranks:
             raise CallerError(f"rank {rank} does not exist: the layout has {layout.ranks} ranks")
+        if client.transfer == "server" and share is None:
+            raise ConfigError(
+                "transfer = server: a server can copy only from and to pages in shared memory, and this engine's are "
+                "not; configure transfer = worker"
+            )
         self._layout = layout
         self._rank = rank
         self._client = client
+        self._share = share
         self._config = config or WorkerConnectorConfig()
         self._pages: Sequence[Any] = ()
         self._device: CopyEngine | None = None
-        self._parts: dict[tuple[int, int], memoryview] = {}
+        self._parts: dict[tuple[int, int], Any] = {}
         self._meta: StepMeta | None = None
         self._jobs: dict[asyncio.Task[None], Job] = {}
         self._sync_loads: list[LoadJob] = []
@@ -109,7 +125,10 @@ class WorkerConnector:
         self._confined = LoopConfined()
 
     def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
-        """Take the engine's pages: `pages[g]` is [blocks, layers, block_tokens, width], each block contiguous."""
+        """Take the engine's pages: `pages[g]` is [blocks, layers, block_tokens, width].
+
+        A block whose layers do not lie side by side is moved in the order of its axes.
+        """
         if len(pages) != len(self._layout.groups):
             raise ConfigError(f"the engine has {len(pages)} groups of pages, the layout {len(self._layout.groups)}")
         for group, spec in enumerate(self._layout.groups):
@@ -119,6 +138,14 @@ class WorkerConnector:
                     f"{spec.bytes_per_block}; build the layout from the engine's own pages"
                 )
         self._pages, self._device, self._parts = pages, device, {}
+        if self._by_server:
+            assert self._share is not None
+            self._client.pages.share(self._share(pages))
+
+    @property
+    def _by_server(self) -> bool:
+        """The servers copy, and not this worker."""
+        return self._client.transfer == "server"
 
     # ------------------------------------------------------------------ before the forward pass
 
@@ -167,7 +194,7 @@ class WorkerConnector:
         job = LoadJob(name=f"load:{plan.request_id}", after=self._engine.compute_event(), cells=cells, plan=plan)
         if not plan.load_async:
             self._sync_loads.append(job)
-        self._spawn(job, self._load(job))
+        self._spawn(job, self._load_by_server(job) if self._by_server else self._load(job))
 
     def wait_load(self, layer: int) -> Awaitable[None] | None:
         """All layers of a cell arrive together, so every layer waits for the whole load."""
@@ -209,7 +236,7 @@ class WorkerConnector:
             tag=self._client.tag(self._stores_begun),
             expendable=False,
         )
-        self._spawn(job, self._store(job))
+        self._spawn(job, self._store_by_server(job) if self._by_server else self._store(job))
 
     def finished(self, request_ids: Sequence[str]) -> Finished:
         """What has completed since the last call. `request_ids` is not needed: the plan names who waits."""
@@ -291,6 +318,34 @@ class WorkerConnector:
             if bad and len(self._layout.groups) > 1:
                 self._failed[plan.request_id] = None
 
+    # ------------------------------------------------------------------ copies by the servers
+
+    async def _store_by_server(self, job: StoreJob) -> None:
+        plan, gate = job.plan, self._submit((), "store", job)
+        if gate is None:
+            return
+        cells = {i: PageCell(StoreCell(each.group, each.chunk_hash), each.blocks) for i, each in _of_job(job)}
+        tickets = self._client.pages.store(job.tag, list(cells.values()), plan.cache_salt, gate)
+        job.begin_copies(dict(zip(cells, tickets, strict=True)))
+        self._count_stored(job, await self._copied(job))
+        self._counts["stores_cancelled"] += any(isinstance(ticket.error, CopyCancelled) for ticket in tickets)
+
+    async def _load_by_server(self, job: LoadJob) -> None:
+        plan, gate = job.plan, self._submit((), "load", job)
+        if gate is not None:
+            cells = {
+                i: PageCell(LoadCell(each.group, each.chunk, each.chunk_hash), each.blocks) for i, each in _of_job(job)
+            }
+            tickets = self._client.pages.load(plan.session, plan.generation, list(cells.values()), gate)
+            job.begin_copies(dict(zip(cells, tickets, strict=True)))
+        moved = await self._copied(job)
+        self._report_load(plan, [index in moved for index in range(len(plan.cells))])
+
+    def _count_stored(self, job: StoreJob, moved: frozenset[int]) -> None:
+        self._counts["stores"] += bool(moved)
+        self._counts["cells_stored"] += len(moved)
+        self._counts["bytes_stored"] += sum(self._layout.cell_bytes(job.plan.cells[index].group) for index in moved)
+
     # ------------------------------------------------------------------ copies
 
     def _keep_usable(self, job: StoreJob | LoadJob, grants: Sequence[Grant | None]) -> None:
@@ -305,6 +360,10 @@ class WorkerConnector:
         job.begin_copies(
             {index: ticket for index in job.cells if (ticket := self._submit(moves_of(index), stream, job))}
         )
+        return await self._copied(job)
+
+    async def _copied(self, job: Job) -> frozenset[int]:
+        """Wait for the job's copies. Returns the positions of the cells that have arrived."""
         try:
             async with asyncio.timeout(self._config.copy_timeout_s):
                 for ticket in job.tickets.values():
@@ -326,10 +385,12 @@ class WorkerConnector:
             self._counts["copies_refused"] += 1
             return None
 
-    def _part(self, group: int, block: int) -> memoryview:
+    def _part(self, group: int, block: int) -> Any:
         part = self._parts.get((group, block))
         if part is None:
-            part = self._parts[group, block] = memoryview(self._pages[group][block]).cast("B")
+            page = self._pages[group][block]
+            view = memoryview(page)
+            part = self._parts[group, block] = view.cast("B") if view.c_contiguous else page
         return part
 
     @property
@@ -379,6 +440,11 @@ class WorkerConnector:
         now = {"jobs_inflight": len(self._jobs)}
         names = WorkerConnectorStatistics.__dataclass_fields__
         return WorkerConnectorStatistics(**{name: now.get(name, self._counts[name]) for name in names})
+
+
+def _of_job(job: StoreJob | LoadJob) -> list[tuple[int, CellBlocks]]:
+    """The cells of the plan that the job has not dropped, by position."""
+    return [(index, job.plan.cells[index]) for index in job.cells]
 
 
 def _view(grants: Sequence[Grant | None], index: int) -> memoryview:

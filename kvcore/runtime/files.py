@@ -1,7 +1,7 @@
 """`OsFiles`: the Files port on a real directory.
 
 Files are created 0600 and exclusively, directories 0700; symbolic links are not followed. A write goes out in one
-`writev` of all parts, a read in one `preadv` into all buffers plus one spare byte that shows a longer file.
+`pwritev` of all parts, a read in one `preadv` into all buffers plus one spare byte that shows a longer file.
 With `fsync` the file is flushed before the rename and the directory after it; without, a crash of the machine (not
 of the process) may leave short or empty files, which the envelope finds.
 
@@ -25,6 +25,7 @@ from kvcore.errors import CallerError
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_PARTS_MAX = 1024  # what Linux takes in one call
 
 
 class OsFiles:
@@ -36,20 +37,17 @@ class OsFiles:
         self._lock_fd: int | None = None
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        with _opened(self._path(name), _CREATE) as fd:
-            _write_all(fd, [memoryview(part).cast("B") for part in parts])
-            if self._fsync:
-                os.fsync(fd)
+        write_new(self._path(name), [memoryview(part).cast("B") for part in parts], self._fsync)
 
     def rename(self, source: str, target: str) -> None:
         os.rename(self._path(source), self._path(target))
         if self._fsync:
             for directory in sorted({os.path.dirname(self._path(source)), os.path.dirname(self._path(target))}):
-                _flush_directory(directory)
+                flush_directory(directory)
 
     def read(self, name: str, into: Sequence[memoryview]) -> int:
         with _opened(self._path(name), _READ) as fd:
-            return _read_all(fd, [*into, memoryview(bytearray(1))])
+            return read_at(fd, _rest([*into, memoryview(bytearray(1))], 0), 0)
 
     def unlink(self, name: str) -> None:
         os.unlink(self._path(name))
@@ -81,7 +79,7 @@ class OsFiles:
     def mkdir(self, name: str) -> None:
         os.mkdir(self._path(name), mode=0o700)
         if self._fsync:
-            _flush_directory(self._root)
+            flush_directory(self._root)
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
@@ -108,24 +106,37 @@ def _opened(path: str, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _flush_directory(path: str) -> None:
+def flush_directory(path: str) -> None:
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
 
 
-def _write_all(fd: int, parts: list[memoryview]) -> None:
-    parts = _rest(parts, 0)
-    while parts:
-        parts = _rest(parts, os.writev(fd, parts))
+def write_new(path: str, parts: list[memoryview], fsync: bool) -> None:
+    """Create the file (0600), which must not be there, and write all parts into it."""
+    with _opened(path, _CREATE) as fd:
+        write_at(fd, _rest(parts, 0), 0)
+        if fsync:
+            os.fsync(fd)
 
 
-def _read_all(fd: int, into: list[memoryview]) -> int:
-    """Fill the buffers in order; the total. Ends early only at the end of the file."""
-    total = 0
-    buffers = _rest(into, 0)
-    while buffers and (count := os.preadv(fd, buffers, total)) > 0:
-        total += count
-        buffers = _rest(buffers, count)
+def write_at(fd: int, parts: list[memoryview], offset: int) -> None:
+    """Write all parts one behind the other from `offset` on, in one call where the system takes them in one."""
+    wanted = sum(map(len, parts))
+    while wanted > 0:
+        done = os.pwritev(fd, parts[:_PARTS_MAX], offset)
+        wanted -= done
+        offset += done
+        if wanted:
+            parts = _rest(parts, done)
+
+
+def read_at(fd: int, into: list[memoryview], offset: int) -> int:
+    """Fill the buffers from `offset` on; the total. Ends early only at the end of the file."""
+    total, wanted = 0, sum(map(len, into))
+    while total < wanted and (done := os.preadv(fd, into[:_PARTS_MAX], offset + total)) > 0:
+        total += done
+        if total < wanted:
+            into = _rest(into, done)
     return total
 
 

@@ -29,7 +29,6 @@ import secrets
 import stat
 import sys
 import time
-from contextlib import suppress
 
 from kvcore.errors import CallerError, ConfigError, PeerError
 from kvcore.memory import ALIGNMENT_BYTES, BufferArena, Slot
@@ -46,17 +45,17 @@ class SharedSegment:
     """Somebody else's segment, mapped here. Never removes the name. `capacity_bytes` None: whatever size it has."""
 
     def __init__(self, segment: str, capacity_bytes: int | None = None) -> None:
-        _check_name(segment)
+        check_name(segment)
         self.segment = segment
         try:
-            fd = _open(segment, os.O_RDWR)
+            fd = open_segment(segment, os.O_RDWR)
         except OSError as error:
             raise PeerError(
                 f"cannot attach shared memory {segment}: {error.strerror}; has the cache server that created it gone?"
             ) from error
         try:
             self.capacity_bytes = os.fstat(fd).st_size if capacity_bytes is None else capacity_bytes
-            _check_ours(fd, segment, self.capacity_bytes)
+            check_ours(fd, segment, self.capacity_bytes)
             self._map = mmap.mmap(fd, self.capacity_bytes)
         finally:
             os.close(fd)
@@ -77,7 +76,7 @@ class SharedSegment:
 
     def close(self) -> None:
         self._buffer = memoryview(b"")
-        _unmap(self._map)
+        unmap(self._map)
 
 
 class SharedArena(BufferArena):
@@ -89,17 +88,22 @@ class SharedArena(BufferArena):
     def __init__(self, capacity_bytes: int, name: str | None = None, *, alignment: int = ALIGNMENT_BYTES) -> None:
         if capacity_bytes < alignment:
             raise ConfigError(f"shared memory of {capacity_bytes} bytes cannot hold a single object")
-        segment = _PREFIX + (secrets.token_hex(8) if name is None else name)
-        _check_name(segment)
+        segment = new_name() if name is None else _PREFIX + name
+        check_name(segment)
         capacity_bytes = -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._segment = segment
         self._creator_pid = os.getpid()
-        self._map, self._lock_fd = _create(segment, capacity_bytes)
+        self._map, self._lock_fd = create_segment(segment, capacity_bytes)
         super().__init__(capacity_bytes, memoryview(self._map), alignment)
 
     @property
     def segment(self) -> str:
         return self._segment
+
+    @property
+    def buffer(self) -> memoryview:
+        """All of it."""
+        return memoryview(self._map)
 
     @staticmethod
     def attach(segment: str, capacity_bytes: int) -> SharedSegment:
@@ -110,14 +114,14 @@ class SharedArena(BufferArena):
         """Remove the name (only the creating process does) and unmap. Calling it again does nothing."""
         if self._segment and os.getpid() == self._creator_pid:
             try:
-                _unlink(self._segment)
+                unlink_segment(self._segment)
             except FileNotFoundError:
                 pass  # somebody cleaned /dev/shm; the memory itself is still ours
         if self._segment:
             os.close(self._lock_fd)
         self._segment = ""
         super().close()
-        _unmap(self._map)
+        unmap(self._map)
 
 
 def remove_stale() -> list[str]:
@@ -126,16 +130,25 @@ def remove_stale() -> list[str]:
         return []  # segments have no directory there
     removed = []
     for name in sorted(os.listdir(_DIRECTORY)):
-        if name.startswith(_PREFIX) and _is_stale(name):
-            with suppress(FileNotFoundError):
-                _unlink(name)
-                removed.append(name)
+        if name.startswith(_PREFIX) and remove_if_stale(name):
+            removed.append(name)
     return removed
+
+
+def remove_if_stale(segment: str) -> bool:
+    """Remove this segment if it is ours and its creator has died. False: it is still there, or was gone already."""
+    if sys.platform != "linux" or not _is_stale(segment):
+        return False
+    try:
+        unlink_segment(segment)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _is_stale(segment: str) -> bool:
     try:
-        fd = _open(segment, os.O_RDWR)
+        fd = open_segment(segment, os.O_RDWR)
     except OSError:
         return False  # gone, a link, or not ours to open
     try:
@@ -152,10 +165,15 @@ def _is_stale(segment: str) -> bool:
     return True
 
 
-def _create(segment: str, capacity_bytes: int) -> tuple[mmap.mmap, int]:
+def new_name() -> str:
+    """A segment name that nobody else has."""
+    return _PREFIX + secrets.token_hex(8)
+
+
+def create_segment(segment: str, capacity_bytes: int) -> tuple[mmap.mmap, int]:
     """The mapping, and the descriptor that holds the lock."""
     try:
-        fd = _open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fd = open_segment(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except FileExistsError as error:
         raise ConfigError(
             f"shared memory {segment} exists already and was not created here, so it is left alone; "
@@ -170,7 +188,7 @@ def _create(segment: str, capacity_bytes: int) -> tuple[mmap.mmap, int]:
             os.posix_fallocate(fd, 0, capacity_bytes)
         return mmap.mmap(fd, capacity_bytes), fd
     except (OSError, ValueError, OverflowError) as error:
-        _unlink(segment)
+        unlink_segment(segment)
         os.close(fd)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         hint = "; enlarge /dev/shm or configure a smaller cache" if _is_full(error) else ""
@@ -181,7 +199,7 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
-def _check_name(segment: str) -> None:
+def check_name(segment: str) -> None:
     token = segment.removeprefix(_PREFIX)
     plain = token.replace("-", "").replace("_", "")
     if token == segment or not (plain.isalnum() and plain.isascii()):
@@ -190,9 +208,11 @@ def _check_name(segment: str) -> None:
         raise CallerError(f"the segment name {segment!r} is longer than {_NAME_CHARS_MAX} characters")
 
 
-def _check_ours(fd: int, segment: str, capacity_bytes: int) -> None:
-    """Refuse to map what our own server cannot have made."""
+def check_ours(fd: int, segment: str, capacity_bytes: int) -> None:
+    """Refuse to use what a process of ours cannot have made."""
     status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise PeerError(f"shared memory {segment} is no regular segment; it is not used")
     if status.st_uid != os.geteuid():
         raise PeerError(f"shared memory {segment} belongs to another user ({status.st_uid}); it is not used")
     if stat.S_IMODE(status.st_mode) & 0o077:
@@ -201,7 +221,7 @@ def _check_ours(fd: int, segment: str, capacity_bytes: int) -> None:
         raise PeerError(f"shared memory {segment} has {status.st_size} bytes, not {capacity_bytes}; it is another one")
 
 
-def _unmap(mapping: mmap.mmap) -> None:
+def unmap(mapping: mmap.mmap) -> None:
     try:
         mapping.close()
     except BufferError:
@@ -210,18 +230,18 @@ def _unmap(mapping: mmap.mmap) -> None:
 
 if sys.platform == "linux":
 
-    def _open(segment: str, flags: int) -> int:
+    def open_segment(segment: str, flags: int) -> int:
         return os.open(f"{_DIRECTORY}/{segment}", flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
 
-    def _unlink(segment: str) -> None:
+    def unlink_segment(segment: str) -> None:
         os.unlink(f"{_DIRECTORY}/{segment}")
 
 else:
     import _posixshmem
 
-    def _open(segment: str, flags: int) -> int:
+    def open_segment(segment: str, flags: int) -> int:
         fd: int = _posixshmem.shm_open("/" + segment, flags, mode=_MODE)
         return fd
 
-    def _unlink(segment: str) -> None:
+    def unlink_segment(segment: str) -> None:
         _posixshmem.shm_unlink("/" + segment)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.service.protocol import ErrorCode, ServerLimits, unpack_bits
+from kvcore.errors import CallerError
+from kvcore.service.protocol import ErrorCode, Lookup, ServerLimits, unpack_bits
 
 
 class RefusedError(Exception):
@@ -53,3 +54,18 @@ class LimitChecks:
         longest = max(map(len, hashes), default=0)
         if longest > self._limits.hash_bytes_max:
             raise too_large("bytes of a hash", longest, self._limits.hash_bytes_max)
+
+    def lookup(self, request: Lookup, chunk_tokens: int) -> None:
+        """Also raises `CallerError` for one that makes no sense."""
+        self.name(request.session)
+        self.salt(request.salt)
+        chunks = request.base + len(request.hashes)
+        if chunks > self._limits.chunks_per_session_max:
+            raise too_large("chunks of a session", chunks, self._limits.chunks_per_session_max)
+        if request.timeout_ms > self._limits.lookup_timeout_ms_max:
+            raise too_large("timeout_ms", request.timeout_ms, self._limits.lookup_timeout_ms_max)
+        if chunks * chunk_tokens > request.prompt_tokens:
+            raise CallerError(f"{chunks} chunks are more than a prompt of {request.prompt_tokens} tokens has")
+        if chunks == 0:
+            raise CallerError("a lookup names at least one chunk")
+        self.hashes(request.hashes)

@@ -7,14 +7,8 @@ from kvcore.service.connection import Connection, ConnectionConfig, ConnectionSt
 from kvcore.service.identity import identity_of
 from kvcore.service.region import Region
 from kvcore.service.scheduler_client import SchedulerClient, SchedulerClientStatistics, SchedulerConfig
-from kvcore.service.worker_client import (
-    Grant,
-    LoadCell,
-    Segment,
-    StoreCell,
-    WorkerClient,
-    WorkerClientStatistics,
-)
+from kvcore.service.worker_cells import LoadCell, PageCell, StoreCell
+from kvcore.service.worker_client import Grant, Segment, WorkerClient, WorkerClientStatistics
 
 __all__ = [
     "Connection",
@@ -25,6 +19,7 @@ __all__ = [
     "LoadCell",
     "LookupOutcome",
     "Pace",
+    "PageCell",
     "Region",
     "SchedulerClient",
     "SchedulerClientStatistics",

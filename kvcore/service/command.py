@@ -12,16 +12,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvcore.cli import parse_bytes
 from kvcore.errors import ConfigError
 from kvcore.operations import logs
 from kvcore.operations.http import HttpServer
 from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.loops import run
 from kvcore.service import protocol as wire
 from kvcore.service.curve import CurveClient, make_keys
 from kvcore.service.host import ServerHost
@@ -42,6 +42,7 @@ _FLAGS = {
     "l2": "l2",
     "chunk_tokens": "chunk_tokens",
     "policy": "l1.policy",
+    "transfer": "transfer",
     "retain": "storage.retain",
     "curve_secret": "curve.secret_file",
     "curve_clients": "curve.clients_directory",
@@ -71,6 +72,7 @@ def _register_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--l2", action="append", metavar="URL", help="a store behind L1; again for the next one")
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens per chunk (default 256)")
     parser.add_argument("--policy", metavar="NAME", help="eviction: lru or s3fifo")
+    parser.add_argument("--transfer", metavar="WHO", help="who may copy KV: both (workers choose) or worker")
     parser.add_argument("--retain", action="store_true", default=None, help="keep in L1 what was loaded from L2")
     parser.add_argument("--curve-secret", metavar="FILE", help="this server's .key_secret file")
     parser.add_argument("--curve-clients", metavar="DIR", help="directory with the .key files of known clients")
@@ -108,7 +110,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 0
     logs.configure(loaded.value.log)
     gc.set_threshold(*_COLLECT_AFTER)
-    return _run(_serve_until_told(loaded.value))
+    return run(_serve_until_told(loaded.value))
 
 
 async def _serve_until_told(config: ServeConfig) -> int:
@@ -140,17 +142,6 @@ def _ignore(loop: asyncio.AbstractEventLoop) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where it is installed, else on asyncio's own loop."""
-    factory = None
-    with suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)
-
-
 # -- questions
 
 
@@ -161,7 +152,7 @@ def _asked(arguments: argparse.Namespace, request: wire.Status | wire.Clear) -> 
     if arguments.curve_secret is not None:
         curve = CurveClient.load(arguments.curve_secret, arguments.curve_server)
     address = arguments.address or ServeConfig().address
-    return _run(ask(address, request, timeout_s=arguments.timeout, curve=curve))
+    return run(ask(address, request, timeout_s=arguments.timeout, curve=curve))
 
 
 def _ping(arguments: argparse.Namespace) -> int:

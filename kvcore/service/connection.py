@@ -55,6 +55,7 @@ from kvcore.service.protocol import (
     Reply,
     Request,
     ServerLimits,
+    Transfer,
     UndecodableError,
     Welcome,
     pack,
@@ -147,7 +148,7 @@ class _Debt:
 
 
 class Connection:
-    """See the module text. `index` is the server's position in the placement."""
+    """See the module text. `index` is the server's position in the placement; `transfer`: who copies KV."""
 
     def __init__(
         self,
@@ -157,8 +158,10 @@ class Connection:
         config: ConnectionConfig | None = None,
         *,
         index: int = 0,
+        transfer: Transfer = "worker",
     ) -> None:
         self._transport = transport
+        self._transfer: Transfer = transfer
         self._identity = identity
         self._config = config if config is not None else ConnectionConfig()
         self.index = index
@@ -167,6 +170,7 @@ class Connection:
         self._incarnation = 0
         self._limits = ServerLimits()
         self._refusal = ""
+        self._server_process = ""
         self._next_id = 1
         self._calls: dict[int, _Call] = {}  # sent, by request id
         self._waiting: dict[_Call, None] = {}  # not sent yet, in order
@@ -193,6 +197,11 @@ class Connection:
     def limits(self) -> ServerLimits:
         """What the server told us of its limits (the defaults before the first handshake)."""
         return self._limits
+
+    @property
+    def server_process(self) -> str:
+        """How the server names its process (`kvcore.runtime.deaths`); "" if it does not."""
+        return self._server_process
 
     @property
     def refusal(self) -> str:
@@ -313,7 +322,7 @@ class Connection:
         self._state = ConnectionState.GREETING
         hello_id = self._take_id()
         self._hello_ids[hello_id] = None
-        if not self._transmit(hello_id, Hello(self._identity, self.index)):
+        if not self._transmit(hello_id, Hello(self._identity, self.index, self._transfer)):
             self._stop_hello()
             self._state = ConnectionState.NEW
             self._fail_waiting(_disconnected())
@@ -392,6 +401,7 @@ class Connection:
             return
         self._counts["replies"] += 1
         if header.request_id in self._hello_ids:
+            self._server_process = reply.process if isinstance(reply, Welcome) else ""
             self._greeted(header, reply)
             return
         call = self._calls.pop(header.request_id, None)

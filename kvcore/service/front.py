@@ -36,11 +36,20 @@ Build = Callable[[Identity, int], CacheServer]
 class ServerFront:
     """See the module text. Loop-confined, like the server behind it."""
 
-    def __init__(self, build: Build, *, chunk_tokens: int, l1_bytes: int, incarnation: int) -> None:
+    def __init__(
+        self,
+        build: Build,
+        *,
+        chunk_tokens: int,
+        l1_bytes: int,
+        incarnation: int,
+        offered: tuple[str, ...] = ("worker",),
+    ) -> None:
         self._build = build
         self._chunk_tokens = chunk_tokens
         self._l1_bytes = l1_bytes
         self._incarnation = incarnation
+        self._offered = offered  # transfers
         self._transport: ServerTransport | None = None
         self._counts: Counter[str] = Counter()
         self.server: CacheServer | None = None
@@ -112,6 +121,9 @@ class ServerFront:
                 ErrorCode.MISMATCH,
                 f"chunk_tokens: the server has {self._chunk_tokens}, the client has {identity.chunk_tokens}",
             )
+        if hello.transfer not in self._offered:
+            text = f"the server offers {' and '.join(self._offered)}, the client wants {hello.transfer}"
+            return Error(ErrorCode.MISMATCH, f"transfer: {text}")
         try:
             self._check_room(identity)
             self.server = self._build(identity, hello.server_index)

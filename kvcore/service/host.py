@@ -8,8 +8,9 @@ Theory of operation
     -> shared memory -> L2 stores -> front
 
 and on a failure takes down what it has made, last first. L2 URLs are checked for what can be known at once; a store
-that does not answer is used when it comes (`kvcore.l2.late`). The front answers from then on; the first engine's HELLO
-makes `Storage` and `CacheServer` for its model.
+that does not answer is used when it comes (`kvcore.l2.late`). Opening happens in threads, and `start` waits for it for
+a few seconds at most. The front answers from then on; the first engine's HELLO makes `Storage` and `CacheServer` for
+its model.
 
 `close` is bounded by `shutdown_ns`: no new requests, then the write-back gets the time that is left, then everything is
 dropped. Workers that still map the shared memory keep their mapping; the name is gone.
@@ -23,29 +24,32 @@ import asyncio
 import logging
 import os
 import stat
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvcore.config.values import redact_url
 from kvcore.errors import CallerError, ConfigError
 from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.l1 import L1Cache
-from kvcore.l2.indexed import IndexedAdapter
 from kvcore.l2.late import LateAdapter
-from kvcore.l2.open import check_url, open_adapter
+from kvcore.l2.open import StoreSpec, parse_store
 from kvcore.l2.statistics import L2Statistics
+from kvcore.l2.wrapped import CountingAdapter
+from kvcore.l2.wrapped_backend import AnyBackend
 from kvcore.operations.spans import open_spans
 from kvcore.ports import Notice, NullTracer, Tracer
 from kvcore.quota import Quota
 from kvcore.runtime.clock import SystemClock
-from kvcore.runtime.deaths import DeathWatch
+from kvcore.runtime.deaths import DeathWatch, this_process
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.notice import EventfdNotice
+from kvcore.runtime.populate import Populating
 from kvcore.runtime.shared_memory import SharedArena, remove_stale
+from kvcore.runtime.worker_pages import OpenedPages
 from kvcore.service.curve import CurveServer
 from kvcore.service.front import ServerFront
 from kvcore.service.identity import layout_of, placement_of
+from kvcore.service.page_desk import PageAccess
 from kvcore.service.protocol import Identity
 from kvcore.service.serve_config import ServeConfig, default_directory
 from kvcore.service.server import CacheServer, ServerStatistics
@@ -53,6 +57,9 @@ from kvcore.service.zmq_transport import ZmqServerTransport
 from kvcore.storage import Storage, StorageStatistics
 
 _IO_THREADS_PER_STORE = 4
+_COPY_THREADS = 2
+_LOOKS_EVERY_S = 0.001
+_STORES_S = 3.0  # for all stores together, before the server answers without those that have not come
 _NS_PER_S = 1_000_000_000
 _log = logging.getLogger("kvcore.server")
 
@@ -94,14 +101,14 @@ class ServerHost:
             raise CallerError("this host has been started already")
         try:
             self._start()
+            await self._first_attempts()
         except BaseException:
             await self._exit.aclose()
             raise
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        for url in self.config.l2:
-            check_url(url)
+        specs = [parse_store(url) for url in self.config.l2]
         if self.config.log.otlp_endpoint:
             export = open_spans(loop, self.config.log.otlp_endpoint)
             self._exit.push_async_callback(export.close)
@@ -113,12 +120,17 @@ class ServerHost:
         self._exit.callback(self._deaths.close)
         self._arena = SharedArena(self.config.l1.capacity_bytes)
         self._exit.callback(self._arena.close)
-        self._adapters = [self._open(loop, position, url) for position, url in enumerate(self.config.l2)]
+        self._exit.callback(Populating(self._arena.buffer).stop)
+        # Threads of its own: an L2 that stands still must not hold up a worker's fence.
+        self._copier = ThreadExecutor(loop, _COPY_THREADS, "kvcore-copy")
+        self._exit.callback(self._copier.close)
+        self._adapters = [self._open(loop, position, spec) for position, spec in enumerate(specs)]
         self._front = ServerFront(
             self._build,
             chunk_tokens=self.config.chunk_tokens,
             l1_bytes=self.config.l1.capacity_bytes,
             incarnation=1 + (int(self._clock.token(8), 16) >> 1),
+            offered=("worker", "server") if self.config.transfer == "both" else ("worker",),
         )
         self._front.attach(transport)
         self._exit.push_async_callback(self._close_service)
@@ -135,17 +147,25 @@ class ServerHost:
         self.address = transport.address
         return transport
 
-    def _open(self, loop: asyncio.AbstractEventLoop, position: int, url: str) -> LateAdapter:
+    def _open(self, loop: asyncio.AbstractEventLoop, position: int, spec: StoreSpec) -> LateAdapter:
         executor = ThreadExecutor(loop, _IO_THREADS_PER_STORE, f"kvcore-l2-{position}")
         self._exit.callback(executor.close)
+        name = spec.common.name or f"{position}.{spec.scheme}"
 
         def notice() -> Notice:
             return EventfdNotice(loop)
 
-        def open_it() -> IndexedAdapter:
-            return open_adapter(url, executor=executor, notice_factory=notice, clock=self._clock)
+        def build(backend: AnyBackend) -> CountingAdapter:
+            return spec.build(backend, executor=executor, notice_factory=notice, clock=self._clock, name=name)
 
-        return LateAdapter(f"{position}.{url.partition(':')[0]}", redact_url(url), open_it, notice)
+        return LateAdapter(name, spec.shown, executor, spec.open_backend, build, notice)
+
+    async def _first_attempts(self) -> None:
+        """Usually the stores are there when the server is. One that takes longer is used when it comes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STORES_S):
+                for adapter in self._adapters:
+                    await adapter.first_attempt()
 
     # -- the first engine
 
@@ -175,6 +195,8 @@ class ServerHost:
             config=replace(config.server, segment=self._arena.segment),
             limits=config.limits,
             deaths=self._deaths,
+            process=this_process(),
+            pages=PageAccess(OpenedPages, self._arena.view, self._copier) if config.transfer == "both" else None,
         )
         self._storage = storage
         _log.info("serving %s in chunks of %d tokens, %d ranks", identity.model_name, layout.chunk_tokens, layout.ranks)
@@ -196,6 +218,7 @@ class ServerHost:
     async def _close_service(self) -> None:
         assert self._front is not None
         self._front.close()
+        await self._copies_ended()
         if self._storage is None:
             for adapter in self._adapters:
                 adapter.close()
@@ -205,6 +228,15 @@ class ServerHost:
                 await self._storage.close()
         except TimeoutError:
             _log.warning("shutdown took longer than %d ns; what was not written to L2 is lost", self.config.shutdown_ns)
+
+    async def _copies_ended(self) -> None:
+        """Pieces of copies that threads have begun: a millisecond, as long as memory answers.
+
+        The address stays ours until then, so that another life of the server means that nothing of this one copies.
+        """
+        deadline_ns = self._clock.now_ns() + self.config.shutdown_ns
+        while self.server is not None and self.server.copying and self._clock.now_ns() < deadline_ns:
+            await asyncio.sleep(_LOOKS_EVERY_S)
 
     # -- looking at it
 

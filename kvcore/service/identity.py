@@ -6,7 +6,7 @@ from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import HASH_VERSION, Namespace
 from kvcore.placement import Placement
-from kvcore.service.protocol import GroupShape, Identity
+from kvcore.service.shapes import GroupShape, Identity
 
 
 def identity_of(namespace: Namespace, layout: CacheLayout, placement: Placement) -> Identity:

@@ -18,7 +18,10 @@ tells *which request* it was, so the sender gets an error it can match instead o
   before its restart can be used after it.
 
 Every request gets exactly one reply. LOOKUP's is an acknowledgement only; whatever takes time is asked for again with
-QUERY. KV bytes never travel: STORE and RETRIEVE answer with (offset, size, slot generation) in a named segment.
+QUERY. KV bytes never travel: STORE and RETRIEVE answer with (offset, size, slot generation) in a named segment;
+STORE_PAGES and RETRIEVE_PAGES name blocks of the pages that the worker has registered (a segment, and where each
+group's blocks lie in it), and the server copies. A cell of these is *running* until COPIED says that it is not: its
+blocks may be read or written so long. COPIES may be asked as often as one likes.
 
     request                     replies
     HELLO                       WELCOME
@@ -30,6 +33,8 @@ QUERY. KV bytes never travel: STORE and RETRIEVE answer with (offset, size, slot
     COMMIT ABORT                FINISHED(answers)
     RETRIEVE                    GRANTED(slots)
     LOAD_DONE                   FINISHED(answers)
+    STORE_PAGES RETRIEVE_PAGES  COPIED(running, answers)    the server copies between its memory and the worker's pages
+    COPIES                      COPIED(running, answers)    how far is it, and do not begin these any more
     STATUS CLEAR                STATUS_REPLY, CLEARED       the operator's: they need no handshake
     (any)                       ERROR(code, message)
 
@@ -49,22 +54,26 @@ from __future__ import annotations
 
 import struct
 from enum import Enum, unique
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from kvcore.answers import Answer
 from kvcore.errors import CallerError, PeerError
+from kvcore.service.shapes import Count, Name
+from kvcore.service.shapes import Identity as Identity
+from kvcore.service.shapes import PageSegment as PageSegment
+from kvcore.service.shapes import ServerLimits as ServerLimits
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change that an older peer would misread."""
 
 _MAGIC = b"KV"
 _HEADER = struct.Struct(">2sBQQQ")
 HEADER_BYTES = _HEADER.size
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
+Transfer = Literal["worker", "server"]
+"""Who copies KV between the engine's pages and L1."""
 Hash = Annotated[bytes, msgspec.Meta(min_length=1)]
 Slots = list[tuple[Count, Count, Count] | None]  # (offset, size, slot generation); None: not granted
 
@@ -85,6 +94,7 @@ class ErrorCode(Enum):
     BASE_MISMATCH = "base_mismatch"  # LOOKUP: send all hashes
     UNKNOWN_WORKER = "unknown_worker"  # register first
     UNKNOWN_TAG = "unknown_tag"  # no such store is open
+    BAD_PAGES = "bad_pages"  # a segment that is not to be trusted, or blocks that do not lie in it
     BUSY = "busy"  # a table is full; later may work
     INTERNAL = "internal"  # our own bug
 
@@ -101,62 +111,6 @@ class Header(NamedTuple):
     incarnation: int
 
 
-class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One `ObjectGroup` as it travels."""
-
-    kind: str
-    block_tokens: int
-    bytes_per_block: int
-    window_tokens: int | None
-
-
-class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What both sides must agree on before a single hash is exchanged.
-
-    It describes the whole layout, so a server that was started without one can take it from its first client.
-    """
-
-    hash_mode: str
-    hash_version: int
-    chunk_tokens: int
-    model_name: Annotated[str, msgspec.Meta(max_length=4096)]
-    namespace_digest: bytes
-    layout_fingerprint: str
-    ranks: int
-    groups: Annotated[tuple[GroupShape, ...], msgspec.Meta(max_length=256)]
-    placement_mode: str
-    servers: int
-
-    def difference(self, other: Identity) -> str:
-        """The first field in which `other` differs, with both values; "" when they agree."""
-        for name in self.__struct_fields__:
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
-                return f"{name}: the server has {_readable(ours)}, the client has {_readable(theirs)}"
-        return ""
-
-
-def _readable(value: object) -> str:
-    return (value.hex() if isinstance(value, bytes) else repr(value))[:200]
-
-
-class ServerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one peer may ask of a server. Over a limit: an error reply, nothing done."""
-
-    frame_bytes_max: int = 8 << 20
-    batch_cells_max: int = 8192
-    chunks_per_session_max: int = 65_536
-    hash_bytes_max: int = 64
-    name_chars_max: int = 256  # session, worker and tag names
-    salt_chars_max: int = 256
-    sessions_max: int = 65_536
-    workers_max: int = 1024
-    open_per_worker_max: int = 65_536  # stores plus reads that are open at the same time
-    connections_max: int = 4096
-    lookup_timeout_ms_max: int = 600_000
-    worker_silence_ns: int = 30_000_000_000  # who has something open and says nothing for so long is reaped
-
-
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
     """Base of everything that travels."""
 
@@ -165,8 +119,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Hello(Message, frozen=True, tag="hello"):
+    """`transfer`: who copies, "worker" or "server"; refused by a server that does not copy."""
+
     identity: Identity
     server_index: Count
+    transfer: Annotated[str, msgspec.Meta(max_length=16)] = "worker"
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
@@ -211,11 +168,15 @@ class EndSession(Message, frozen=True, tag="end_session"):
 
 
 class Register(Message, frozen=True, tag="register"):
-    """`process` names the worker's process, so that its death can be proven (`kvcore.runtime.deaths`); may be empty."""
+    """`process` names the worker's process, so that its death can be proven (`kvcore.runtime.deaths`); may be empty.
+
+    `pages`: where its paged KV lies, if the server shall copy.
+    """
 
     worker: Name
     rank: Count
     process: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    pages: PageSegment | None = None
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
@@ -268,6 +229,35 @@ class LoadDone(Message, frozen=True, tag="load_done"):
     done: bytes
 
 
+class StorePages(Message, frozen=True, tag="store_pages"):
+    """Copy these cells out of the worker's blocks and publish them. Block 0 is the engine's null block."""
+
+    worker: Name
+    tag: Name
+    rank: Count
+    salt: str
+    cells: list[tuple[Count, Hash, list[Count]]]  # (group, chunk hash, blocks)
+
+
+class RetrievePages(Message, frozen=True, tag="retrieve_pages"):
+    """Copy these cells into the worker's blocks; parts whose block is 0 are left out."""
+
+    worker: Name
+    tag: Name
+    session: Name
+    generation: Count
+    rank: Count
+    cells: list[tuple[Count, Count, list[Count]]]  # (group, chunk index, blocks)
+
+
+class Copies(Message, frozen=True, tag="copies"):
+    """How far are the copies under this tag? Cells with their bit in `cancel` are not begun any more."""
+
+    worker: Name
+    tag: Name
+    cancel: bytes = b""
+
+
 class Status(Message, frozen=True, tag="status"):
     pass
 
@@ -280,7 +270,10 @@ class Clear(Message, frozen=True, tag="clear"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
+    """`process` names the server's, as in REGISTER: whoever lets it copy wants proof of its death; may be empty."""
+
     limits: ServerLimits
+    process: str = ""
 
 
 class Ack(Message, frozen=True, tag="ack"):
@@ -322,6 +315,13 @@ class Granted(Message, frozen=True, tag="granted"):
     slots: Slots
 
 
+class Copied(Message, frozen=True, tag="copied"):
+    """Bit i of `running` (little endian): cell i may still be read or written. `answers` of the others are final."""
+
+    running: bytes
+    answers: list[Answer]
+
+
 class StatusReply(Message, frozen=True, tag="status_reply"):
     counters: dict[str, int]
 
@@ -350,6 +350,9 @@ Request = (
     | Abort
     | Retrieve
     | LoadDone
+    | StorePages
+    | RetrievePages
+    | Copies
     | Status
     | Clear
 )
@@ -364,6 +367,7 @@ Reply = (
     | Reserved
     | Finished
     | Granted
+    | Copied
     | StatusReply
     | Cleared
     | Error

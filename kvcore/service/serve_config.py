@@ -22,6 +22,7 @@ from kvcore.storage import StorageConfig
 
 _POLICIES = ("lru", "s3fifo")
 _LOG_FORMATS = ("text", "json")
+_TRANSFERS = ("both", "worker")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -75,13 +76,15 @@ class LogConfig:
 class ServeConfig:
     """`listen`: where engines connect. `l2`: URLs, in order of preference.
 
+    `transfer`: with "both", a worker chooses whether it copies or the server; with "worker", it always does.
     `shutdown_ns`: how long the end waits for what is outstanding. The default leaves the process a second of five for
     the rest.
     """
 
     listen: str = ""
     chunk_tokens: int = 256
-    l2: tuple[str, ...] = ()
+    l2: tuple[str, ...] = field(default=(), repr=False)  # URLs hold passwords; `render` redacts them
+    transfer: str = "both"
     shutdown_ns: int = 4_000_000_000
     l1: L1Config = field(default_factory=L1Config)
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -92,6 +95,7 @@ class ServeConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        _one_of("transfer", self.transfer, _TRANSFERS)
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens = {self.chunk_tokens} must be at least 1")
         if self.shutdown_ns < 1:

@@ -33,26 +33,25 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from kvcore.answers import Answer
 from kvcore.errors import CallerError, ConfigError
 from kvcore.groups import CacheLayout
-from kvcore.keys import ObjectKey
 from kvcore.leases import Owner
 from kvcore.placement import Placement
 from kvcore.ports import Clock, ServerTransport
 from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.checks import LimitChecks, RefusedError, too_large
+from kvcore.service.page_desk import PageAccess
+from kvcore.service.page_map import BadPagesError
 from kvcore.service.peers import ConnectionTable
 from kvcore.service.protocol import Error, ErrorCode, Header, Identity, Message, Reply, ServerLimits
 from kvcore.service.server_config import ServerConfig, ServerStatistics
 from kvcore.service.server_ports import Deaths, ServerStorage
-from kvcore.service.workers import WorkerDesk
+from kvcore.service.worker_operations import WorkerOperations
 from kvcore.session import Job, LookupName, SessionTable, VerdictKind
 
 __all__ = ["CacheServer", "Deaths", "ServerConfig", "ServerStatistics", "ServerStorage"]
@@ -66,7 +65,10 @@ _log = logging.getLogger("kvcore.server")
 
 
 class CacheServer:
-    """See the module text. `index` is this server's position in the placement."""
+    """See the module text. `index` is this server's position in the placement.
+
+    `process` names its process to those who let it copy; `pages` None: it does not copy by itself.
+    """
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class CacheServer:
         limits: ServerLimits | None = None,
         on_bug: Callable[[BaseException], None] | None = None,
         deaths: Deaths | None = None,
+        process: str = "",
+        pages: PageAccess | None = None,
     ) -> None:
         if not 0 <= index < placement.servers:
             raise ConfigError(f"server index {index} does not exist among {placement.servers} servers")
@@ -89,7 +93,6 @@ class CacheServer:
             raise ConfigError("the server's identity does not describe its own layout and placement")
         self._storage = storage
         self._layout = layout
-        self._model_name = model_name
         self._identity = identity
         self._placement = placement
         self._clock = clock
@@ -100,7 +103,6 @@ class CacheServer:
         )
         self._checks = LimitChecks(self._limits)
         self._on_bug = on_bug
-        self._deaths = deaths
         self._incarnation = 1 + (int(clock.token(8), 16) >> 1)
         self._connections = ConnectionTable(self._limits.connections_max)
         self._sessions = SessionTable(
@@ -108,13 +110,20 @@ class CacheServer:
             sessions_max=self._limits.sessions_max,
             release_owner=storage.release_owner,
         )
-        self._desk = WorkerDesk(
+        self._workers = WorkerOperations(
             storage,
-            ranks=layout.ranks,
-            workers_max=self._limits.workers_max,
-            open_per_worker_max=self._limits.open_per_worker_max,
-            silence_ns=self._config.worker_silence_ns,
+            self._sessions,
+            layout=layout,
+            model_name=model_name,
+            clock=clock,
+            config=self._config,
+            checks=self._checks,
+            limits=self._limits,
+            deaths=deaths,
+            pages=pages,
         )
+        self._desk = self._workers.desk
+        self._process = process
         self._operations = self._table()
         self._counts: Counter[str] = Counter()
         self._by_operation: Counter[str] = Counter()
@@ -131,14 +140,7 @@ class CacheServer:
             wire.Settle: self._settle,
             wire.Release: self._release,
             wire.EndSession: self._end_session,
-            wire.Register: self._register,
-            wire.Unregister: self._unregister,
-            wire.Ping: self._ping,
-            wire.Store: self._store,
-            wire.Commit: self._commit,
-            wire.Abort: self._abort,
-            wire.Retrieve: self._retrieve,
-            wire.LoadDone: self._load_done,
+            **self._workers.table(),
             wire.Status: self._status,
             wire.Clear: self._clear,
         }
@@ -186,7 +188,7 @@ class CacheServer:
     def worker_died(self, worker: str) -> int:
         """The worker's process is *proven* dead: its stores are aborted, its holds end. How many holds that freed."""
         self._confined.check()
-        return self._desk.died(worker)
+        return self._workers.died(worker)
 
     def attach(self, transport: ServerTransport) -> None:
         """Serve a transport on the running loop until `detach`."""
@@ -203,9 +205,19 @@ class CacheServer:
             self._expiry = None
 
     def close(self) -> None:
-        """Detach, end all sessions. Open stores and reads stay: only their workers can end those."""
+        """Detach, end all sessions. Open stores and reads stay: only their workers can end those.
+
+        Copies of our own that have begun end a little later (`copying`).
+        """
         self.detach()
+        if self._workers.pages is not None:
+            self._workers.pages.close()
         self._sessions.clear()
+
+    @property
+    def copying(self) -> bool:
+        """Copies between L1 and workers' pages run or wait."""
+        return self._workers.pages is not None and not self._workers.pages.idle
 
     def statistics(self) -> ServerStatistics:
         self._confined.check()
@@ -226,6 +238,7 @@ class CacheServer:
             stores_open=self._desk.stores_open,
             reads_open=self._desk.reads_open,
             workers_reaped=self._desk.reaped,
+            pages=self._workers.pages.statistics() if self._workers.pages is not None else None,
         )
 
     # --- transport -------------------------------------------------------------------------------------------------
@@ -265,6 +278,8 @@ class CacheServer:
             return Error(refused.code, refused.text)
         except wire.UndecodableError as error:
             return Error(error.code, error.text)
+        except BadPagesError as error:
+            return Error(ErrorCode.BAD_PAGES, str(error))
         except CallerError as error:
             return Error(ErrorCode.INVALID, str(error))
         except Exception as error:
@@ -307,12 +322,15 @@ class CacheServer:
         difference = self._identity.difference(request.identity)
         if not difference and request.server_index != self._index:
             difference = f"server index: this is server {self._index}, the client expects {request.server_index}"
+        offered = ("worker",) if self._workers.pages is None else ("worker", "server")
+        if not difference and request.transfer not in offered:
+            difference = f"transfer: the server offers {' and '.join(offered)}, the client wants {request.transfer}"
         if difference:
             raise RefusedError(ErrorCode.MISMATCH, difference)
         if header.request_id == 0:
             raise RefusedError(ErrorCode.INVALID, "request ids begin at 1")
         self._connections.greet(header.connection, header.request_id)
-        return wire.Welcome(self._limits)
+        return wire.Welcome(self._limits, self._process)
 
     # --- sessions --------------------------------------------------------------------------------------------------
 
@@ -343,19 +361,7 @@ class CacheServer:
         return _ACK
 
     def _check_lookup(self, request: wire.Lookup) -> None:
-        limits = self._limits
-        self._checks.name(request.session)
-        self._checks.salt(request.salt)
-        chunks = request.base + len(request.hashes)
-        if chunks > limits.chunks_per_session_max:
-            raise too_large("chunks of a session", chunks, limits.chunks_per_session_max)
-        if request.timeout_ms > limits.lookup_timeout_ms_max:
-            raise too_large("timeout_ms", request.timeout_ms, limits.lookup_timeout_ms_max)
-        if chunks * self._layout.chunk_tokens > request.prompt_tokens:
-            raise CallerError(f"{chunks} chunks are more than a prompt of {request.prompt_tokens} tokens has")
-        if chunks == 0:
-            raise CallerError("a lookup names at least one chunk")
-        self._checks.hashes(request.hashes)
+        self._checks.lookup(request, self._layout.chunk_tokens)
 
     def _query(self, header: Header, request: wire.Query) -> Reply:
         name = LookupName(header.connection, request.generation, request.epoch)
@@ -381,80 +387,6 @@ class CacheServer:
         done = self._sessions.end(request.session, header.connection, request.epoch)
         return wire.Done() if done else wire.Unknown()
 
-    # --- workers ---------------------------------------------------------------------------------------------------
-
-    def _register(self, header: Header, request: wire.Register) -> Reply:
-        self._checks.name(request.worker)
-        if not self._desk.register(request.worker, request.rank, self._clock.now_ns()):
-            raise RefusedError(ErrorCode.BUSY, f"{self._limits.workers_max} workers are registered")
-        if self._deaths is not None and request.process:
-            self._deaths.watch(request.worker, request.process, partial(self.worker_died, request.worker))
-        return wire.Done()
-
-    def _unregister(self, header: Header, request: wire.Unregister) -> Reply:
-        known = self._desk.knows(request.worker)
-        if self._deaths is not None:
-            self._deaths.forget(request.worker)
-        self._desk.leave(request.worker)  # also of a reaped one: no copy of it is running
-        if not known:
-            self._check_worker(request.worker)
-        return wire.Done()
-
-    def _ping(self, header: Header, request: wire.Ping) -> Reply:
-        self._check_worker(request.worker)
-        return wire.Done()
-
-    def _store(self, header: Header, request: wire.Store) -> Reply:
-        self._check_worker(request.worker, request.rank)
-        self._checks.name(request.tag)
-        self._checks.salt(request.salt)
-        self._checks.batch(request.cells)
-        self._checks.hashes([chunk_hash for _, chunk_hash in request.cells])
-        keys = [self._key(chunk_hash, request.rank, group, request.salt) for group, chunk_hash in request.cells]
-        sizes = [self._layout.cell_bytes(group) for group, _ in request.cells]
-        deadline_ns = self._clock.now_ns() + self._config.store_lease_ns
-        stored = self._desk.store(request.worker, request.tag, keys, sizes, deadline_ns)
-        if stored is None:
-            raise RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
-        return wire.Reserved(self._config.segment, *stored)
-
-    def _commit(self, header: Header, request: wire.Commit) -> Reply:
-        done = self._checks.bits(request.done)
-        return self._finished(request.worker, self._desk.commit(request.worker, request.tag, done))
-
-    def _abort(self, header: Header, request: wire.Abort) -> Reply:
-        return self._finished(request.worker, self._desk.abort(request.worker, request.tag))
-
-    def _retrieve(self, header: Header, request: wire.Retrieve) -> Reply:
-        self._check_worker(request.worker, request.rank)
-        self._checks.batch(request.cells)
-        found = self._sessions.owner_of(request.session, request.generation, self._clock.now_ns())
-        if found is None:
-            return wire.Granted(self._config.segment, [None] * len(request.cells))
-        session, owner = found
-        if any(index >= len(session.hashes) for _, index in request.cells):
-            raise CallerError(f"a chunk index lies outside the {len(session.hashes)} chunks of session")
-        keys = [self._key(session.hashes[index], request.rank, group, session.salt) for group, index in request.cells]
-        slots = self._desk.retrieve(request.worker, request.ticket, owner, keys)
-        if slots is None:
-            raise RefusedError(ErrorCode.BUSY, f"{self._limits.open_per_worker_max} stores and reads are open")
-        return wire.Granted(self._config.segment, slots)
-
-    def _load_done(self, header: Header, request: wire.LoadDone) -> Reply:
-        done = self._checks.bits(request.done)
-        return self._finished(request.worker, self._desk.load_done(request.worker, request.ticket, done))
-
-    def _finished(self, worker: str, answers: list[Answer] | None) -> Reply:
-        self._check_worker(worker)
-        if answers is None:
-            raise RefusedError(ErrorCode.UNKNOWN_TAG, "nothing is open under this tag or ticket")
-        return wire.Finished(answers)
-
-    def _key(self, chunk_hash: bytes, rank: int, group: int, salt: str) -> ObjectKey:
-        if group >= len(self._layout.groups):
-            raise CallerError(f"group {group} does not exist: the layout has {len(self._layout.groups)} groups")
-        return ObjectKey(chunk_hash, self._model_name, rank, group, salt)
-
     # --- the operator ----------------------------------------------------------------------------------------------
 
     def _status(self, header: Header, request: wire.Status) -> Reply:
@@ -466,12 +398,3 @@ class CacheServer:
 
     def _clear(self, header: Header, request: wire.Clear) -> Reply:
         return wire.Cleared(self._storage.drop_l1())
-
-    # --- limits ----------------------------------------------------------------------------------------------------
-
-    def _check_worker(self, worker: str, rank: int | None = None) -> None:
-        self._desk.heard(worker, self._clock.now_ns())
-        if not self._desk.knows(worker):
-            raise RefusedError(ErrorCode.UNKNOWN_WORKER, f"no worker {worker[:80]!r} is registered here")
-        if rank is not None and rank != self._desk.rank_of(worker):
-            raise CallerError(f"worker {worker!r} is rank {self._desk.rank_of(worker)}, not {rank}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcore.errors import ConfigError
+from kvcore.service.page_desk import PageStatistics
 
 _NS_PER_S = 1_000_000_000
 
@@ -47,3 +48,4 @@ class ServerStatistics:
     stores_open: int
     reads_open: int
     workers_reaped: int  # since the beginning
+    pages: PageStatistics | None = None  # None: this server does not copy by itself

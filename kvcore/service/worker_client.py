@@ -15,7 +15,9 @@ Theory of operation
    unknown: the answers are UNKNOWN and an ABORT is owed, which changes nothing if the commit had arrived.
 4. `close_read` says for each cell whether its bytes were protected for the whole copy. False - lease expired, holds
    ended for us, server restarted, no answer - means: throw the bytes away.
-5. The worker registers with every life of a server before anything else is sent to it, and again when it is told that
+5. Where the servers copy (`transfer`), `pages` is asked instead: one call per store or load, and a ticket per cell that
+   ends when no server touches its blocks any more (`page_client.py`).
+6. The worker registers with every life of a server before anything else is sent to it, and again when it is told that
    it is not known. While it has something open at a server it pings it (`pings.py`), so that a long copy is no silence.
 
 Who holds: the server holds memory for us between grant and commit, abort or close. Who announces: we do, when the
@@ -29,11 +31,12 @@ answer to COMMIT as published.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvcore.answers import Answer
 from kvcore.errors import CallerError, PeerError
@@ -42,29 +45,19 @@ from kvcore.placement import Placement
 from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection
+from kvcore.service.page_client import PageClient
 from kvcore.service.pings import Pings
-from kvcore.service.protocol import Error, ErrorCode, Reply, Slots
+from kvcore.service.protocol import Error, ErrorCode, Reply, Slots, Transfer
+from kvcore.service.server_ports import Deaths
+from kvcore.service.worker_cells import CellT, LoadCell, StoreCell
 
-_Cell = TypeVar("_Cell", "StoreCell", "LoadCell")
+_log = logging.getLogger("kvcore.client")
 
 
 class Segment(Protocol):
     """Memory of a server as this process sees it (`kvcore.service.region.Region`, or a mapped segment)."""
 
     def view_range(self, offset: int, size: int) -> memoryview: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StoreCell:
-    group: int
-    chunk_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCell:
-    group: int
-    chunk_index: int
-    chunk_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +82,7 @@ class WorkerClientStatistics:
     batches_lost: int  # no reply in time, or an error
     registrations: int
     pings: int
+    copies_open: int = 0  # batches that a server may still be copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,8 @@ class _OpenCell:
 class WorkerClient:
     """See the module text. `worker_id` must be unique for this life of the worker.
 
-    `process` names the process that the copies run in, where it is not the server's (`kvcore.runtime.deaths`).
+    `process` names the process that the copies run in, where it is not the server's (`kvcore.runtime.deaths`). `deaths`
+    proves that a server has died, where servers copy.
     """
 
     def __init__(
@@ -133,6 +128,8 @@ class WorkerClient:
         worker_id: str,
         segments: Callable[[str], Segment],
         process: str = "",
+        transfer: Transfer = "worker",
+        deaths: Deaths | None = None,
     ) -> None:
         if len(connections) != placement.servers:
             raise CallerError(f"{len(connections)} connections for {placement.servers} servers")
@@ -147,6 +144,8 @@ class WorkerClient:
         self._worker = worker_id
         self._segments = segments
         self._process = process
+        self.transfer: Transfer = transfer
+        self.pages = PageClient(self._connections, worker_id, rank, self._split, self._register, deaths)
         self._stores: dict[str, _OpenStore] = {}
         self._reads: dict[tuple[str, int, int, int], _OpenCell] = {}
         self._tickets = 0
@@ -178,7 +177,8 @@ class WorkerClient:
             self._pings.need(part.server)
         grants: list[Grant | None] = [None] * len(cells)
         try:
-            replies = await self._ask([(part, self._store_message(part, cells, salt)) for part in parts])
+            asked = [(part, self._store_message(part, cells, salt)) for part in parts]
+            replies = await self._ask_as_known(asked, lambda: self._stores.get(tag) is store)
         except BaseException:
             self.abort_store(tag)
             raise
@@ -358,7 +358,7 @@ class WorkerClient:
 
     # --- shared ----------------------------------------------------------------------------------------------------
 
-    def _split(self, cells: Sequence[_Cell]) -> list[tuple[int, tuple[int, ...]]]:
+    def _split(self, cells: Sequence[CellT]) -> list[tuple[int, tuple[int, ...]]]:
         """(server, positions) batches, each no larger than that server takes."""
         by_server: dict[int, list[int]] = {}
         for position, cell in enumerate(cells):
@@ -377,6 +377,24 @@ class WorkerClient:
             futures.append(future)
             self._connections[part.server].request(message, partial(_resolve, future))
         return [await future for future in futures]
+
+    async def _ask_as_known(
+        self, asked: Sequence[tuple[_Part, wire.Request]], wanted: Callable[[], bool]
+    ) -> list[Reply]:
+        """`_ask`; a server that does not know this worker, and so has done nothing, is told and asked once more.
+
+        Else the first store after each restart or reaping would be lost. Nothing is sent again that was given up
+        meanwhile (`wanted`): its ABORT is on the way already.
+        """
+        replies = await self._ask(asked)
+        again = [index for index, reply in enumerate(replies) if _is_unknown_worker(reply)]
+        if not again or not wanted():
+            return replies
+        for server in sorted({asked[index][0].server for index in again}):
+            self._register(self._connections[server])
+        for index, reply in zip(again, await self._ask([asked[index] for index in again])):
+            replies[index] = reply
+        return replies
 
     def _place(self, part: _Part, segment: str, slots: Slots, grants: list[Grant | None]) -> bool:
         """Turn the slots of a reply into views. False: the reply names memory that we cannot reach; none is used."""
@@ -398,18 +416,24 @@ class WorkerClient:
 
     def _lost(self, part: _Part, reply: Reply) -> None:
         self._counts["lost"] += 1
-        if isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER:
+        if _is_unknown_worker(reply):
             self._register(self._connections[part.server])
 
     def _register(self, connection: Connection) -> None:
         self._counts["registrations"] += 1
-        connection.request(wire.Register(self._worker, self._rank, self._process), lambda reply: None)
+        message = wire.Register(self._worker, self._rank, self._process, self.pages.shared)
+        connection.request(message, partial(self._registered, connection.index))
+
+    def _registered(self, server: int, reply: Reply) -> None:
+        if isinstance(reply, Error) and reply.code is ErrorCode.BAD_PAGES:
+            _log.error("server %d does not take the pages of %s: %s", server, self._worker, reply.message)
 
     def close(self) -> None:
         """The worker ends in good order: none of its copies is running. The connections stay their owner's."""
         for tag in list(self._stores):
             self.abort_store(tag)
         self._reads.clear()
+        self.pages.close()
         self._pings.close()
         for connection in self._connections:
             if connection.incarnation:
@@ -429,6 +453,7 @@ class WorkerClient:
             batches_lost=count["lost"],
             registrations=count["registrations"],
             pings=self._pings.sent,
+            copies_open=self.pages.open,
         )
 
 
@@ -447,3 +472,7 @@ def _may_have_been_granted(reply: Reply | None) -> bool:
 def _is_still_held(reply: Reply) -> bool:
     """What an earlier reply had granted: False only if the server's life has ended, or our connection."""
     return not (isinstance(reply, Error) and reply.code in (ErrorCode.RESTARTED, ErrorCode.CLOSED))
+
+
+def _is_unknown_worker(reply: Reply) -> bool:
+    return isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcore.errors import ConfigError
 from kvcore.ladder.matrix import MatrixCell
-from kvcore.ladder.options import check_seed
+from kvcore.ladder.options import check_seed, check_transfer
 
 DEFAULT_CELL = "full+window/r1/s2/async"
 
@@ -26,6 +26,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of rounds, at least (default 60)")
     parser.add_argument("--short", action="store_true", help="the deck of the storm in `make test`")
+    parser.add_argument("--transfer", default="worker", metavar="WHO", help="who copies KV: worker (default) or server")
     parser.add_argument("--forecast", action="store_true", help="print the first rounds of the forecast and stop")
     parser.set_defaults(run=run)
 
@@ -34,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Storm, print, and answer with the exit status."""
     from kvcore.ladder.storm.forecast import DECK, SHORT_DECK, Forecast
 
+    transfer = check_transfer(arguments.transfer)
     seed, deck = check_seed(arguments.seed), SHORT_DECK if arguments.short else DECK
     if not 0 <= arguments.seconds <= 3600:
         raise ConfigError(f"--seconds takes a time from 0 to 3600, not {arguments.seconds:g}")
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvcore.ladder.storm.storm import StormConfig, run_storm
     except ModuleNotFoundError as error:
         raise ConfigError(f"a storm needs {error.name}: pip install 'kvcore[sim,torch]'") from None
-    config = StormConfig(seed, MatrixCell.parse(arguments.cell), arguments.seconds, deck)
+    config = StormConfig(seed, MatrixCell.parse(arguments.cell), arguments.seconds, deck, transfer=transfer)
     result = run_storm(config, lambda line: print(line, flush=True))
     print(result.text())
     return 0 if result.verdict == "pass" else 1

@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from kvcore.errors import InternalError
-from kvcore.ladder.processes import Child
 from kvcore.ladder.storm.remains import Usage, segment_of, usage_of
 from kvcore.ladder.targets.torch.fleet import Fleet
 from kvcore.ladder.targets.torch.messages import EngineSetup
+from kvcore.runtime.child import Child, ServerChild
 
 SESSION_IDLE_S = 6
 WORKER_SILENCE_S = 4
@@ -57,6 +57,7 @@ class StormFleet(Fleet):
         self.via: tuple[str, ...] = self.setup.servers
         self.pids: list[int] = []
         self.lives: list[ServerLife] = []
+        self.page_segments: list[str] = []  # of every worker life, where servers copy
         self.engines_started = 0
         self.engine_hit = False  # somebody has ended a process of this engine on purpose
         self.engine_up = asyncio.Event()
@@ -80,13 +81,14 @@ class StormFleet(Fleet):
         self.pids += [child.pid for child in self.engine_children]
         for child in self.engine_children:
             child.line_with("ready")
+        if self.setup.transfer == "server":
+            self.page_segments += [segment_of(worker.pid) for worker in self.workers]
         self.engines_started += 1
 
-    def _spawn_server(self, index: int) -> Child:
-        child = Child(
+    def _spawn_server(self, index: int) -> ServerChild:
+        child = ServerChild(
             self._log(f"server{index}"),
-            "kvcore.cli",
-            *("serve", "--listen", self.setup.servers[index], "--l1", str(self._l1_of[index])),
+            *("--listen", self.setup.servers[index], "--l1", str(self._l1_of[index])),
             *("--l2", f"file://{self.l2_directory(index)}?capacity={self._l2_bytes}"),
             *("--chunk-tokens", str(self.setup.chunk_tokens), "--config", str(self._config)),
         )

@@ -39,6 +39,7 @@ from kvcore.ladder.storm.traffic import Traffic, named
 from kvcore.ladder.storm.weather import Weather
 from kvcore.ladder.targets.torch.messages import EngineSetup, Served
 from kvcore.ladder.targets.torch.model import build_torch_model
+from kvcore.service.protocol import Transfer
 
 SETTLE_SECONDS_MAX = 60.0
 USAGE_SECONDS_MAX = 20.0
@@ -68,11 +69,13 @@ class StormConfig:
     seconds: float
     deck: tuple[str, ...] = DECK
     seconds_max: float = 100.0
+    transfer: Transfer = "worker"
 
     @property
     def reproduce(self) -> str:
         short = " --short" if self.deck == SHORT_DECK else ""
-        return f"kvcore storm --seed {self.seed} --cell {self.cell} --seconds {self.seconds:g}{short}"
+        copies = f" --transfer {self.transfer}" if self.transfer != "worker" else ""
+        return f"kvcore storm --seed {self.seed} --cell {self.cell} --seconds {self.seconds:g}{short}{copies}"
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Storm:
             load_async=cell.load_async,
             servers=(),
             placement="rank" if cell.ranks > 1 else "chunk",
+            transfer=config.transfer,
         )
         layout, model = build_torch_model(setup.model, setup.ranks, chunk_tokens=CHUNK_TOKENS, seed=setup.seed)
         l1_bytes = tuple(SMALL_L1_BYTES if index % 2 else TINY_L1_BYTES for index in range(cell.servers))
@@ -289,7 +293,7 @@ class Storm:
             self._record.problems += [f"[storm] our own bug: {error!r}" for error in link.errors]
         for name, text in logs.items():
             self._read_log(name, text)
-        segments = segments_left(life.segment for life in fleet.lives)
+        segments = segments_left([*(life.segment for life in fleet.lives), *fleet.page_segments])
         if segments:
             self._record.problem(f"[memory] segments left: {', '.join(segments)}")
         if left := processes_left(fleet.pids, fleet.directory):

@@ -7,6 +7,7 @@ then frames of flags, length and body; commands are skipped), and the messages a
 
     store   STORE --> open --COMMIT or ABORT answered, or refused--> ended
     read    RETRIEVE --> open --LOAD_DONE answered for all its granted cells, or refused--> ended
+    copies  STORE_PAGES, RETRIEVE_PAGES --> open, as store or read --COPIED names none that runs, or refused--> ended
     lookup  LOOKUP --> open --QUERY answered with anything but "pending", or refused, or END_SESSION--> ended
 
 So a storm can wait for a moment (`moment`) in which something is open, and can count what it has hit. What is said here
@@ -104,7 +105,8 @@ class Tap:
         self.counts: Counter[str] = Counter()
         self._asked: dict[tuple[int, int], wire.Request] = {}
         self._stores: set[tuple[str, str]] = set()
-        self._reads: dict[tuple[str, int], int | None] = {}  # the granted cells that are open; None: not answered yet
+        # By worker and ticket or tag: the granted cells that are open; None: not answered yet, or the server copies.
+        self._reads: dict[tuple[str, int | str], int | None] = {}
         self._lookups: set[tuple[str, int]] = set()
         self._lives: dict[int, set[int]] = {}  # by connection: the server's lives it has been welcomed by
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
@@ -151,10 +153,12 @@ class Tap:
             return
         self.counts[f"{_name(message)}_asked"] += 1
         self._asked[header.connection, header.request_id] = message
-        if isinstance(message, wire.Store):
+        if isinstance(message, wire.Store | wire.StorePages):
             self._stores.add((message.worker, message.tag))
         elif isinstance(message, wire.Retrieve):
             self._reads[message.worker, message.ticket] = None
+        elif isinstance(message, wire.RetrievePages):
+            self._reads[message.worker, message.tag] = None
         elif isinstance(message, wire.Lookup):
             self._lookups.add((message.session, message.epoch))
         self._wake()
@@ -186,6 +190,8 @@ class Tap:
             self._retrieve_answered(asked, reply)
         elif isinstance(asked, wire.LoadDone):
             self._load_answered(asked, reply)
+        elif isinstance(asked, wire.StorePages | wire.RetrievePages | wire.Copies):
+            self._copies_answered(asked, reply)
         elif isinstance(asked, wire.Lookup | wire.Query) and not isinstance(reply, wire.Ack | wire.Pending):
             self._lookups.discard((asked.session, asked.epoch))
         elif isinstance(asked, wire.EndSession):
@@ -221,6 +227,18 @@ class Tap:
             self._reads[key] = left
         else:
             self._reads.pop(key, None)
+
+    def _copies_answered(self, asked: wire.StorePages | wire.RetrievePages | wire.Copies, reply: wire.Reply) -> None:
+        name = asked.worker, asked.tag
+        answers = reply.answers if isinstance(reply, wire.Copied) else []
+        if isinstance(asked, wire.StorePages):
+            self.counts["cells_without_room"] += answers.count(Answer.NO_SPACE)
+        if isinstance(reply, wire.Copied) and wire.unpack_bits(reply.running):
+            return
+        self._stores.discard(name)
+        if name in self._reads:
+            del self._reads[name]
+            self.counts["loads_broken"] += not answers or any(answer is not Answer.RELEASED for answer in answers)
 
     def _wake(self) -> None:
         now = self.open()

@@ -13,12 +13,12 @@ import os
 import signal
 from collections.abc import Sequence
 
-from kvcore.ladder.processes import Child
 from kvcore.ladder.storm.fleet import TERM_SECONDS_MAX, StormFleet
 from kvcore.ladder.storm.forecast import Event
 from kvcore.ladder.storm.link import DOWN, UP, Link
 from kvcore.ladder.storm.record import Happened, Record
 from kvcore.ladder.storm.tap import Open
+from kvcore.runtime.child import Child
 from kvcore.sim.workload import Draws
 
 _MOMENT_PATIENCE_S = 10.0

@@ -24,6 +24,7 @@ from kvcore.sim.model import build_model
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.truth import Truth
 from kvcore.sim.ports.copy import SimCopyEngine
+from kvcore.sim.ports.executor import SimExecutor
 from kvcore.sim.reference import Reference
 from kvcore.sim.trace import Trace
 from kvcore.sim.workload import Workload
@@ -67,16 +68,23 @@ def reference_pass(groups: str, ranks: int, chunk_tokens: int, seed: int, worklo
 
 
 class SlowStores(Pressure):
-    """Page copies of stores take four times as long on rung 4, so that preemptions find them in flight."""
+    """Page copies of stores take four times as long on rung 4, so that preemptions find them in flight.
 
-    def __init__(self, devices: Sequence[SimCopyEngine]) -> None:
+    `copiers` make the servers' copies.
+    """
+
+    def __init__(self, devices: Sequence[SimCopyEngine], copiers: Sequence[SimExecutor]) -> None:
         self._devices = devices
         self._page_ns = [device.page_ns for device in devices]
+        self._copiers = copiers
+        self._latency_ns = [copier.latency_ns for copier in copiers]
 
     def before(self, rung: str) -> None:
         factor = 4 if rung == "4" else 1
         for device, (least, most) in zip(self._devices, self._page_ns, strict=True):
             device.page_ns = (least * factor, most * factor)
+        for copier, (least, most) in zip(self._copiers, self._latency_ns, strict=True):
+            copier.latency_ns = (least * factor, most * factor)
 
 
 def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, reproduce: str) -> CellResult:
@@ -128,7 +136,7 @@ async def _climb(
         stack,
         options.seed,
         floors=floors_for(len(workload.requests)),
-        pressure=SlowStores(devices),
+        pressure=SlowStores(devices, [each.copier for each in stack.servers if isinstance(each.copier, SimExecutor)]),
         reference=reference,
     )
     await Stage(parts).climb(options.passes, rungs)

@@ -14,6 +14,7 @@ from kvcore.ports import ClientTransport
 from kvcore.service import protocol as wire
 from kvcore.service.identity import identity_of
 from kvcore.service.protocol import Error, Header
+from kvcore.service.shapes import PageGroup, PageSegment
 from kvcore.sim.engine.engine import Engine
 from kvcore.sim.workload import Draws
 
@@ -65,6 +66,10 @@ def requests() -> Iterator[wire.Request]:
         wire.LoadDone("mallory", 1, b"\3"),
         wire.LoadDone("mallory", 9, b"\1"),
     )
+    pages = PageSegment("kvcore-mallory", 1 << 20, (PageGroup(0, 8, 64, 64),))
+    yield from (wire.Register("mallory", 0, "", pages), wire.StorePages("mallory", "p", 0, "", [(0, HASH, [1 << 62])]))
+    yield wire.RetrievePages("mallory", "p", OTHERS, 1, 0, [(0, 0, [1]), (99, 0, [])])
+    yield from (wire.Copies("mallory", "p", b"\xff"), wire.Copies("mallory", LONG, b"\xff" * 9000))
     yield from (wire.Status(), wire.Clear(), wire.EndSession("mallory", 9), wire.Unregister("mallory"))
     yield wire.Abort("mallory", "t")
     yield from (wire.EndSession(name, 99) for name in (OTHERS, "nobody", "m2"))
@@ -129,4 +134,5 @@ def test_a_hostile_peer_is_answered_and_changes_no_output() -> None:
         press.replies
     )
     assert {"stale_incarnation", "duplicate", "base_mismatch", "unknown_worker", "unknown_tag"} <= set(press.replies)
+    assert "bad_pages" in press.replies, "these servers do not copy; they say so"
     assert "internal" not in press.replies

@@ -69,11 +69,11 @@ def test_a_server_whose_loop_does_not_answer_is_not_healthy(monkeypatch: pytest.
 
 def test_a_stopped_process_answers_when_it_goes_on(serve: Serve) -> None:
     server = serve()
-    server.process.send_signal(signal.SIGSTOP)
+    server.signal(signal.SIGSTOP)
     host, port = server.http.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as client:
         client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-        server.process.send_signal(signal.SIGCONT)
+        server.signal(signal.SIGCONT)
         assert b"200" in client.recv(100)
 
 
@@ -137,5 +137,5 @@ def test_a_text_log_line_reads_like_one() -> None:
 def test_logs_are_json_when_asked_for(serve: Serve, directory: Path) -> None:
     (directory / "mount").write_text("in the way")
     server = serve("--log-format", "json", "--l2", f"file://{directory}/mount/kv")
-    lines = [json.loads(line) for line in server.text().splitlines()]
+    lines = [json.loads(line) for line in server.text.splitlines()]
     assert any(line["level"] == "warning" and "does not answer" in line["text"] for line in lines)

@@ -100,7 +100,7 @@ async def _store_and_load(engine: Engine) -> list[bytes | None]:
 
 def segment_of(server: Any) -> Path:
     """The shared memory that this server has mapped; other tests have servers of their own at the same time."""
-    maps = Path(f"/proc/{server.process.pid}/maps").read_text().split()
+    maps = Path(f"/proc/{server.pid}/maps").read_text().split()
     (name,) = {word for word in maps if word.startswith("/dev/shm/kvcore-")}
     assert Path(name).exists()
     return Path(name)
@@ -123,7 +123,7 @@ def test_files_behind_l1_outlive_a_killed_server_and_its_segment_is_removed(serv
     segment = segment_of(server)
     run(server.address, lambda engine: engine.store(range(4)))
     wait_for(lambda: len(list((directory / "kv").rglob("*.kv"))) == 4)
-    server.stop(signal.SIGKILL)
+    server.stop(number=signal.SIGKILL)
     again = serve("--chunk-tokens", str(CHUNK), "--l2", store)
     assert run(again.address, lambda engine: engine.lookup("q")) == 4
     assert not segment.exists(), "the killed server's segment is still there"
@@ -133,7 +133,7 @@ def test_a_termination_ends_in_time_and_leaves_nothing(serve: Serve, directory: 
     server = serve("--chunk-tokens", str(CHUNK))
     segment = segment_of(server)
     run(server.address, _store_and_load)
-    assert server.stop(signal.SIGTERM) == 0
+    assert server.stop(number=signal.SIGTERM) == 0
     assert not segment.exists()
     assert not (directory / "s.sock").exists()
 
@@ -199,10 +199,10 @@ def test_a_store_that_does_not_answer_is_used_when_it_comes(serve: Serve, direct
     blocker = directory / "mount"
     blocker.write_text("not a directory")  # as a file system that is not mounted yet
     server = serve("--chunk-tokens", str(CHUNK), "--l2", f"file://{blocker}/kv")
-    assert "does not answer" in server.text()
+    assert "does not answer" in server.text
     assert run(server.address, _store_and_load) == [payload(index) for index in range(4)]
     blocker.unlink()
-    wait_for(lambda: "is there now" in server.text())
+    wait_for(lambda: "is there now" in server.text)
 
     async def new_chunk(engine: Engine) -> list[Answer]:
         return await engine.store(range(4, 6))

@@ -14,8 +14,8 @@ import pytest
 
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
-from kvcore.ladder.processes import Child
 from kvcore.ladder.storm.remains import segment_of, segments_left
+from kvcore.runtime.child import Child
 from kvcore.service import protocol as wire
 from kvcore.service.client import SchedulerClient, StoreCell, WorkerClient
 from kvcore.service.remote import RemoteConfig, ServerLink

@@ -13,6 +13,7 @@ import pytest
 
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.storm.forecast import DECK, SHORT_DECK
+from kvcore.service.protocol import Transfer
 
 pytest.importorskip("torch")
 
@@ -32,8 +33,8 @@ kvcore.l2.envelope._checksum = lambda fields, key, payload: bytes(16)
 """A cache without checksums. Python imports a module of this name at every start."""
 
 
-def storm(seed: int, cell: str, seconds: float, deck: tuple[str, ...]) -> StormResult:
-    config = StormConfig(seed, MatrixCell.parse(cell), seconds, deck)
+def storm(seed: int, cell: str, seconds: float, deck: tuple[str, ...], transfer: Transfer = "worker") -> StormResult:
+    config = StormConfig(seed, MatrixCell.parse(cell), seconds, deck, transfer=transfer)
     result = run_storm(config, lambda line: print(line, file=sys.stderr))
     print(result.text())
     return result
@@ -47,6 +48,12 @@ def minutes(pytestconfig: pytest.Config) -> None:
 
 def test_a_minute_of_storm_changes_no_output_and_leaves_nothing() -> None:
     result = storm(SEED, CELL, 20, SHORT_DECK)
+    assert result.verdict == "pass", result.text()
+
+
+@pytest.mark.usefixtures("minutes")
+def test_a_storm_over_servers_that_copy_changes_no_output_and_leaves_nothing() -> None:
+    result = storm(SEED, CELL, MORE_SECONDS, DECK, "server")
     assert result.verdict == "pass", result.text()
 
 

@@ -100,6 +100,7 @@ class TorchStage:
             load_async=cell.load_async,
             servers=(),
             placement="rank" if cell.ranks > 1 else "chunk",
+            transfer=options.transfer,
         )
         self._has_l2 = cell not in WITHOUT_L2
         self._layout, model = build_torch_model(

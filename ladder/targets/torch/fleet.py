@@ -31,14 +31,13 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import InternalError
-from kvcore.ladder.processes import Child, stop_all
 from kvcore.ladder.targets.torch.messages import Answered, Ask, EngineSetup, Failed, Serve, Served, pack, read_answer
+from kvcore.runtime.child import ENDS_IN_S, Child, ServerChild, stop_all
 from kvcore.service import protocol as wire
 from kvcore.service.operator import ask
 from kvcore.service.zmq_transport import ZmqClientTransport
 from kvcore.sim.engine.config import EngineConfig
 
-ENDS_IN_S = 20.0
 ASKS_FOR_S = 10.0
 _LOOKS_EVERY_S = 0.02
 _DEAD_AFTER_LOOKS = 2
@@ -57,8 +56,7 @@ class Fleet:
         self.setup = msgspec.structs.replace(setup, directory=str(self.directory), servers=addresses)
         self._l1_bytes = l1_bytes
         self._l2 = l2
-        self.servers: list[Child] = []
-        self.http: list[str] = []
+        self.servers: list[ServerChild] = []
         self.engine: Child | None = None
         self.workers: list[Child] = []
         self._lives = 0
@@ -67,9 +65,7 @@ class Fleet:
 
     def start(self) -> None:
         for index in range(len(self.setup.servers)):
-            child = self._spawn_server(index)
-            self.servers.append(child)
-            self.http.append("")
+            self.servers.append(self._spawn_server(index))
         for index in range(len(self.servers)):
             self._await_server(index)
         self.start_engine()
@@ -87,16 +83,15 @@ class Fleet:
         self.engine = Child(self._log("engine"), f"{package}.engine", text)
         self.engine.line_with("ready")
 
-    def _spawn_server(self, index: int) -> Child:
-        arguments = ["serve", "--listen", self.setup.servers[index], "--l1", str(self._l1_bytes)]
+    def _spawn_server(self, index: int) -> ServerChild:
+        arguments = ["--listen", self.setup.servers[index], "--l1", str(self._l1_bytes)]
         arguments += ["--chunk-tokens", str(self.setup.chunk_tokens), "--log-level", "warning"]
         if self._l2:
             arguments += ["--l2", f"file://{self.l2_directory(index)}"]
-        return Child(self._log(f"server{index}"), "kvcore.cli", *arguments)
+        return ServerChild(self._log(f"server{index}"), *arguments)
 
     def _await_server(self, index: int) -> None:
-        self.http[index] = self.servers[index].line_with("metrics on ").split("metrics on ")[1].split()[0]
-        self.servers[index].line_with("listening on ")
+        self.servers[index].started()
 
     def restart_server(self, index: int) -> None:
         """The process may be dead already; the next one has an empty L1 and the files of the last."""
@@ -167,7 +162,7 @@ class Fleet:
         """What `/status` says."""
 
         def fetch() -> dict[str, Any]:
-            with urllib.request.urlopen(self.http[index] + "/status", timeout=ASKS_FOR_S) as reply:
+            with urllib.request.urlopen(self.servers[index].http + "/status", timeout=ASKS_FOR_S) as reply:
                 found: dict[str, Any] = json.loads(reply.read())
             return found
 

@@ -13,6 +13,7 @@ import msgspec
 
 from kvcore.connectors.plan import StepMeta
 from kvcore.ladder.targets.torch.pages import Entry
+from kvcore.service.protocol import Transfer
 from kvcore.sim.engine.config import EngineConfig
 
 
@@ -28,6 +29,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     load_async: bool
     servers: tuple[str, ...]  # addresses
     placement: str
+    transfer: Transfer = "worker"
 
     def to_text(self) -> str:
         return msgspec.json.encode(self).decode()

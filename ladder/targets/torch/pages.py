@@ -19,6 +19,10 @@ import torch
 
 from kvcore.groups import CacheLayout, GroupKind
 from kvcore.ladder.targets.torch.model import TorchModel
+from kvcore.runtime.shared_memory import remove_stale
+from kvcore.runtime.worker_pages import SharedPages
+from kvcore.service.page_shares import describe
+from kvcore.service.shapes import PageSegment
 from kvcore.sim.model import Layer
 
 
@@ -36,18 +40,36 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TorchPages:
-    """See the module text. One rank's pages."""
+    """See the module text. One rank's pages. `shared`: they lie in shared memory, which servers can open."""
 
-    def __init__(self, layout: CacheLayout, model: TorchModel, num_blocks: int) -> None:
+    def __init__(self, layout: CacheLayout, model: TorchModel, num_blocks: int, *, shared: bool = False) -> None:
         self.num_blocks = num_blocks
         shapes = [_page_shape(layout, model, group) for group in range(len(layout.groups))]
         floats = max(layers * tokens * width for layers, tokens, width in shapes)
-        self.buffer = torch.full((num_blocks, floats), torch.nan)
+        if shared:
+            remove_stale()  # of workers that were killed before any server knew them
+        self.shared = SharedPages(num_blocks * floats * torch.float32.itemsize) if shared else None
+        self.buffer = self._memory(num_blocks, floats).fill_(torch.nan)
         self.groups = [
             self.buffer[:, : layers * tokens * width].view(num_blocks, layers, tokens, width)
             for layers, tokens, width in shapes
         ]
         self.arrays: list[Any] = [pages.numpy() for pages in self.groups]
+
+    def _memory(self, num_blocks: int, floats: int) -> torch.Tensor:
+        if self.shared is None:
+            return torch.empty((num_blocks, floats))
+        return torch.frombuffer(self.shared.buffer, dtype=torch.float32).view(num_blocks, floats)
+
+    def describe(self, pages: Sequence[Any]) -> PageSegment:
+        """Where `pages`, our arrays, lie in the shared memory."""
+        assert self.shared is not None
+        return describe(self.shared.segment, self.shared.buffer, pages)
+
+    def close(self) -> None:
+        """The memory itself stays as long as tensors lie in it; its name goes."""
+        if self.shared is not None:
+            self.shared.close()
 
     def poison(self, blocks: Sequence[int]) -> None:
         self.buffer[list(blocks)] = torch.nan

@@ -21,7 +21,7 @@ def namespace_of(setup: EngineSetup, layout: CacheLayout) -> Namespace:
 
 
 def remote_config(setup: EngineSetup) -> RemoteConfig:
-    return RemoteConfig(setup.servers, placement_mode(setup.placement))
+    return RemoteConfig(setup.servers, placement_mode(setup.placement), transfer=setup.transfer)
 
 
 def placement_mode(text: str) -> PlacementMode:

@@ -78,12 +78,14 @@ class WorkerProcess:
         self._rank = rank
         self._layout = layout
         self._model = model
-        self._pages = TorchPages(layout, model, setup.num_blocks)
+        by_server = setup.transfer == "server"
+        self._pages = TorchPages(layout, model, setup.num_blocks, shared=by_server)
         self._reference = DenseReference(model)
         self._device = ThreadCopyEngine(loop, f"device{rank}")
         self._stream = FailingStream(self._device)
         self._link = ServerLink(loop, remote_config(setup), namespace_of(setup, layout), layout)
-        self._side = WorkerConnector(layout, rank, self._link.worker(rank))
+        share = self._pages.describe if by_server else None
+        self._side = WorkerConnector(layout, rank, self._link.worker(rank), share=share)
         self._side.register(self._pages.arrays, self._device)
         self._counts: Counter[str] = Counter()
         self._suspects: list[tuple[frozenset[int], str]] = []  # of this step: what was wrong, in which blocks
@@ -205,6 +207,7 @@ class WorkerProcess:
     def close(self) -> None:
         self._link.close()
         self._device.close()
+        self._pages.close()
 
 
 def _nothing() -> None:

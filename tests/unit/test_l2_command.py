@@ -1,0 +1,142 @@
+"""`kvcore store`: an operator looks into a store, and finds out what is bad in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcore.cli import main
+from kvcore.keys import ObjectKey
+from kvcore.l2.breaker import TRANSITIONS
+from kvcore.l2.checks.bed import Bed, CheckFailedError
+from kvcore.l2.checks.suite import CHECKS, Verdict, run_check
+from kvcore.l2.open import parse_store
+
+URLS = ["file://{0}/kv", "slab://{0}/kv?capacity=1MiB&slab=256KiB", "fs://{0}/kv", "fs://{0}/kv?key_file={0}/key"]
+KEYS = [ObjectKey(bytes([number]) * 32, f"model{number % 2}", 0, 0, f"tenant{number}") for number in range(4)]
+
+
+@pytest.fixture(params=URLS)
+def url(request, tmp_path: Path) -> str:
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    (tmp_path / "key").chmod(0o600)
+    found = request.param.format(tmp_path)
+    backend = parse_store(found).open_backend()
+    payloads = [memoryview(bytes([number]) * 1000) for number in range(4)]
+    if hasattr(backend, "find"):
+        backend.write(list(zip(KEYS, payloads)))
+    else:
+        for key, payload in zip(KEYS, payloads):
+            backend.write(key, payload)
+    backend.close()
+    return found
+
+
+def said(capsys, *arguments: str) -> tuple[int, str]:
+    status = main(["store", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_the_list_names_each_record(url, capsys) -> None:
+    status, text = said(capsys, "ls", url)
+    assert (status, len(text.splitlines())) == (0, 4)
+    assert said(capsys, "ls", url, "--salt", "tenant2")[1].count("\n") == 1
+
+
+def test_the_figures_are_by_model(url, capsys) -> None:
+    status, text = said(capsys, "stat", url)
+    assert status == 0
+    assert [line.split()[0] for line in text.splitlines()] == ["2", "2", "4"]
+
+
+def test_verify_finds_nothing_in_a_good_store(url, capsys) -> None:
+    assert said(capsys, "verify", url) == (0, "4 good\n")
+
+
+def test_verify_finds_the_flipped_bit_and_removes_the_record(url, capsys, tmp_path: Path) -> None:
+    damage(tmp_path / "kv")
+    status, text = said(capsys, "verify", url)
+    assert status == 1
+    assert "3 good, 1 flipped" in text
+    assert said(capsys, "verify", url, "--remove")[0] == 1
+    assert said(capsys, "verify", url) == (0, "3 good\n")
+
+
+def damage(directory: Path) -> None:
+    """Flip a bit in the payload of one record, wherever the store keeps it."""
+    for path in sorted(directory.rglob("*")):
+        content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        at = content.find(bytes([2]) * 1000)
+        if at >= 0:
+            content[at + 500] ^= 1
+            path.write_bytes(content)
+            return
+    raise AssertionError("no such record")
+
+
+def test_clear_asks_first_and_deletes_what_was_named(url, capsys) -> None:
+    assert main(["store", "clear", url]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert said(capsys, "clear", url, "--yes", "--model", "model0") == (0, "2 objects deleted\n")
+    assert said(capsys, "clear", url, "--yes") == (0, "2 objects deleted\n")
+    assert said(capsys, "ls", url) == (0, "")
+
+
+def test_the_checks_leave_what_others_have_stored(url, capsys) -> None:
+    status, text = said(capsys, "check", url, "--only", "deleted")
+    assert status == 0, text
+    assert ": 0 of " in text
+    assert said(capsys, "verify", url) == (0, "4 good\n")
+
+
+def test_a_store_that_is_not_there_is_one_line_without_a_secret(capsys) -> None:
+    pytest.importorskip("redis", exc_type=ImportError)
+    assert main(["store", "stat", "redis://:s3cr3t@127.0.0.1:1/0"]) == 1
+    assert main(["store", "check", "redis://:s3cr3t@127.0.0.1:1/0"]) == 1
+    captured = capsys.readouterr()
+    assert "does not answer" in captured.err
+    assert "s3cr3t" not in captured.out + captured.err
+
+
+def test_a_check_that_nobody_has_is_refused(tmp_path, capsys) -> None:
+    assert main(["store", "check", f"file://{tmp_path}/kv", "--only", "no such promise"]) == 2
+
+
+def test_a_broken_promise_is_found_and_named(tmp_path, capsys, monkeypatch) -> None:
+    """A store that keeps what was deleted: status 1, and the line says which promise."""
+    from kvcore.l2.file import FileBackend
+
+    monkeypatch.setattr(FileBackend, "delete", lambda self, key: None)
+    status, text = said(capsys, "check", f"file://{tmp_path}/kv", "--only", "bring back what was deleted")
+    assert status == 1
+    assert "broken          a restart does not bring back what was deleted: CheckFailedError: found" in text
+
+
+def test_the_diagram_of_the_breaker_is_its_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
+    for (state, event), target in TRANSITIONS.items():
+        assert f"    {state.value} --> {target.value}: {event.value}\n" in text
+    assert text.count(" --> ") == len(TRANSITIONS) + 1
+
+
+def test_a_check_that_hangs_is_broken_and_not_endless(tmp_path) -> None:
+    import asyncio
+
+    async def hangs(bed: Bed) -> None:
+        await asyncio.Event().wait()
+
+    async def fails(bed: Bed) -> None:
+        raise CheckFailedError("because")
+
+    async def run(check):
+        return await run_check(check, _EmptyBed(), 0.05)
+
+    assert asyncio.run(run(hangs)).verdict is Verdict.BROKEN
+    assert asyncio.run(run(fails)).text == "CheckFailedError: because"
+    assert len(CHECKS) == 50
+
+
+class _EmptyBed:
+    async def clean(self) -> None:
+        return None
