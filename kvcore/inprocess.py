@@ -36,7 +36,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -88,7 +88,7 @@ class _Options:
     layout: CacheLayout
     chunk_bytes: int
     l1_bytes: int
-    l2: str | None
+    l2: str | None = field(repr=False)  # may hold a password
     timeout_s: float
 
     @property

@@ -65,7 +65,11 @@ def redact_url(url: str) -> str:
     user = f"{quote(parts.username or '')}{':' + HIDDEN if password else ''}@" if "@" in parts.netloc else ""
     query = [(name, HIDDEN if _SECRET.search(name) else value) for name, value in parse_qsl(parts.query)]
     shown = urlencode(query, safe="*/:") if any(value == HIDDEN for _, value in query) else parts.query
-    return urlunsplit((parts.scheme, user + host, parts.path, shown, parts.fragment))
+    text = urlunsplit((parts.scheme, user + host, parts.path, shown, parts.fragment))
+    head = f"{parts.scheme}:"
+    if url.startswith(f"{head}//") and not text.startswith(f"{head}//"):
+        text = f"{head}//{text.removeprefix(head)}"  # urlunsplit drops the slashes of schemes that it does not know
+    return text
 
 
 def _number(text: str, units: dict[str, int], what: str, how: str) -> int:

@@ -9,8 +9,9 @@ Who holds the memory: the caller's buffers stay the caller's; a backend uses the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
@@ -64,4 +65,17 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Begin no more work and give the place back when the running work has ended. Never blocks."""
+        ...
+
+
+@runtime_checkable
+class BatchBackend(Backend, Protocol):
+    """A backend that moves several records in fewer calls than one each. Used wherever a backend has these two."""
+
+    def write_many(self, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Exception | None]:
+        """Like `write` for each: what it would raise is the key's result, and touches no other key's."""
+        ...
+
+    def read_many(self, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Defect | Exception | None]:
+        """Like `read` for each."""
         ...

@@ -158,6 +158,11 @@ def check_record(key: ObjectKey, head: memoryview | bytes, payload: memoryview, 
     )
 
 
+def payload_matches(header: bytes, payload: memoryview) -> bool:
+    """Step 6 alone, against a header that `encode_header` has made and its holder has kept safe since."""
+    return _checksum(header[:_FIELDS_BYTES], header[FIXED_BYTES:], payload) == header[_FIELDS_BYTES:_CHECKED_BYTES]
+
+
 def key_of(header: Header, head: memoryview | bytes) -> bytes | Defect:
     """The encoded key behind the fixed part, once it agrees with the header's key check."""
     encoded = bytes(head[FIXED_BYTES : header.header_bytes])
@@ -193,7 +198,6 @@ def _payload_defect(header: Header, head: memoryview | bytes, encoded: bytes, pa
 
 
 def _checksum(fields: bytes, encoded_key: bytes, payload: memoryview | bytes) -> bytes:
-    state = xxhash.xxh3_128(fields)
-    state.update(encoded_key)
+    state = xxhash.xxh3_128(fields + encoded_key)
     state.update(payload)
     return state.digest()

@@ -40,7 +40,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.keys import ObjectKey
 from kvcore.quota import Quota
@@ -74,8 +74,7 @@ class Entry:
         return self.locks == 0 and self.loads == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """Room was made: the entry to write, and the victims that must be deleted before."""
 
     entry: Entry
@@ -89,6 +88,7 @@ class _Recency:
         self.bytes = 0
         self._per_salt = per_salt
         self._entries: OrderedDict[ObjectKey, Entry] = OrderedDict()
+        self._all = [self._entries]
         self._of_salt: dict[str, OrderedDict[ObjectKey, Entry]] = {}
         self._bytes_of_salt: dict[str, int] = {}
 
@@ -100,8 +100,9 @@ class _Recency:
         assert entry.key not in self._entries
         self.bytes += entry.record_bytes
         for entries in self._lists(entry):
-            entries[entry.key] = entry
-            entries.move_to_end(entry.key, last=newest)
+            entries[entry.key] = entry  # as the newest one
+            if not newest:
+                entries.move_to_end(entry.key, last=False)
         self._count(entry, entry.record_bytes)
 
     def remove(self, entry: Entry) -> None:
@@ -124,7 +125,7 @@ class _Recency:
 
     def _lists(self, entry: Entry) -> list[OrderedDict[ObjectKey, Entry]]:
         if not self._per_salt:
-            return [self._entries]
+            return self._all
         return [self._entries, self._of_salt.setdefault(entry.key.cache_salt, OrderedDict())]
 
     def _count(self, entry: Entry, change_bytes: int) -> None:
@@ -198,8 +199,9 @@ class Index:
         if not self._can_fit(key.cache_salt, record_bytes):
             return None
         victims = self._evict_for(key.cache_salt, record_bytes, old)
+        freed_bytes = sum(victim.record_bytes for victim in victims) if victims else 0
         entry = Entry(key, payload_bytes, record_bytes, State.WRITING)
-        self._reserve(entry, record_bytes - sum(victim.record_bytes for victim in victims))
+        self._reserve(entry, record_bytes - freed_bytes)
         self._entries[key] = entry
         self._count_salt(entry, record_bytes)
         self.check_room()
@@ -342,6 +344,8 @@ class Index:
         """Choose victims and begin their deletion; `_can_fit` has said that there are enough."""
         victims: list[Entry] = []
         over_bytes = self._over_bytes(bytes_wanted)
+        if old is None and over_bytes <= 0 and self._limits is None:
+            return victims
         if old is not None:
             self.begin_delete(old)
             victims.append(old)

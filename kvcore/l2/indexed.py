@@ -56,7 +56,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvcore.errors import CallerError, StoreError
 from kvcore.keys import ObjectKey
@@ -65,7 +65,7 @@ from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
 from kvcore.l2.index import Entry, Index, State
 from kvcore.l2.statistics import L2Counts, L2Statistics
-from kvcore.l2.work import Loaded, WriteOrder, Written, delete_all, read_all, slices, write_all
+from kvcore.l2.work import SLICE_KEYS, Loaded, WriteOrder, Written, delete_all, read_all, slices, write_all
 from kvcore.ports import Executor, Notice, Outcome
 from kvcore.quota import Quota
 from kvcore.runtime.confined import LoopConfined
@@ -94,8 +94,7 @@ class _LoadTask:
     bits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _StoreItem:
+class _StoreItem(NamedTuple):
     """One key of one store batch."""
 
     batch: _StoreTask
@@ -105,15 +104,13 @@ class _StoreItem:
     record_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     item: _StoreItem
     entry: Entry
     victims: tuple[Entry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     batch: _LoadTask
     position: int
     entry: Entry
@@ -198,6 +195,9 @@ class IndexedAdapter:
         writes: list[_Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
             self._store(_StoreItem(batch, position, key, view, size), writes)
+            if len(writes) == SLICE_KEYS:  # threads begin while the rest is being admitted
+                self._launch_writes(writes)
+                writes = []
         if not keys:
             self._complete_store(batch)
         self._launch_writes(writes)
@@ -234,10 +234,7 @@ class IndexedAdapter:
 
     def _launch_writes(self, writes: list[_Write]) -> None:
         for piece, piece_bytes in slices(writes, [len(write.item.payload) for write in writes]):
-            orders = [
-                WriteOrder(write.item.key, write.item.payload, tuple(victim.key for victim in write.victims))
-                for write in piece
-            ]
+            orders = [WriteOrder(write.item.key, write.item.payload, _keys_of(write.victims)) for write in piece]
             self._submit(partial(write_all, self._backend, orders), partial(self._writes_ended, piece), piece_bytes)
 
     def _writes_ended(self, piece: list[_Write], results: list[Written] | None) -> None:
@@ -256,10 +253,12 @@ class IndexedAdapter:
     def _settle_write(self, write: _Write, result: Written, gone: list[Entry]) -> None:
         """Bring the index up to date with what the work has done, victims first."""
         self._counts.io_errors += result.error is not None
-        for victim in write.victims[: result.victims_deleted]:
-            self._count_removal(victim)
-            self._index.deleted(victim, write.entry)
-        kept = write.victims[result.victims_deleted :]
+        kept = write.victims
+        if kept:
+            for victim in kept[: result.victims_deleted]:
+                self._count_removal(victim)
+                self._index.deleted(victim, write.entry)
+            kept = kept[result.victims_deleted :]
         if result.answer is StoreAnswer.STORED:
             assert not kept
             self._counts.bytes_in += len(write.item.payload)
@@ -283,6 +282,8 @@ class IndexedAdapter:
             self._answer(item, answer)
 
     def _restart(self, entry: Entry, more: list[_Write]) -> None:
+        if not entry.waiting:
+            return
         waiting, entry.waiting = entry.waiting, []
         for item in waiting:
             self._store(item, more)
@@ -306,7 +307,7 @@ class IndexedAdapter:
 
     def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
         views = _views(keys, buffers, writable=True)
-        batch = _LoadTask(self._begin_task(), 0)
+        batch = _LoadTask(self._begin_task(), 1)  # this call itself: what ends meanwhile completes nothing
         gone: list[Entry] = []
         reads: list[_Read] = []
         for position, (key, view) in enumerate(zip(keys, views)):
@@ -314,11 +315,13 @@ class IndexedAdapter:
             if entry is not None:
                 self._index.begin_load(entry)
                 reads.append(_Read(batch, position, entry, view))
+                batch.unanswered += 1
+                if len(reads) == SLICE_KEYS:
+                    self._launch_reads(reads)
+                    reads = []
         self._counts.loads += len(keys)
-        batch.unanswered = len(reads)
-        if not reads:
-            self._complete_load(batch)
         self._launch_reads(reads)
+        self._read_answered(batch)
         self._launch_deletes(gone)
         return batch.task
 
@@ -348,9 +351,7 @@ class IndexedAdapter:
         for position, read in enumerate(piece):
             result = _NOT_LOADED if results is None else results[position]
             self._settle_read(read, result, gone)
-            read.batch.unanswered -= 1
-            if read.batch.unanswered == 0:
-                self._complete_load(read.batch)
+            self._read_answered(read.batch)
         self._launch_deletes(gone)
 
     def _settle_read(self, read: _Read, result: Loaded, gone: list[Entry]) -> None:
@@ -367,9 +368,11 @@ class IndexedAdapter:
             self._counts.defects[result.defect] += 1
             self._doom(entry, gone)
 
-    def _complete_load(self, batch: _LoadTask) -> None:
-        self._loads_done[batch.task] = batch.bits
-        self.load_notice.signal()
+    def _read_answered(self, batch: _LoadTask) -> None:
+        batch.unanswered -= 1
+        if batch.unanswered == 0:
+            self._loads_done[batch.task] = batch.bits
+            self.load_notice.signal()
 
     # --- delete ------------------------------------------------------------------------------------------------
 
@@ -506,6 +509,10 @@ class IndexedAdapter:
             self._count_removal(victim)
             self._index.deleted(victim)
         self._index.check()
+
+
+def _keys_of(entries: tuple[Entry, ...]) -> tuple[ObjectKey, ...]:
+    return tuple(entry.key for entry in entries) if entries else ()
 
 
 def _views(keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:

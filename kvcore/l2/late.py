@@ -2,8 +2,11 @@
 
 Theory of operation
 -------------------
-    AWAY --open() succeeds--> THERE          tried at once, then again every `retry_ns`, on the loop's timer
+    AWAY --opening succeeds--> THERE         tried at once, then again every `retry_ns`, on the loop's timer
 
+0. Opening is two steps: `prepare` blocks and runs in the executor, so a store that does not answer never stops the
+   loop; `build` makes the adapter on the loop from what `prepare` returned. One attempt at a time: an attempt that
+   hangs is not followed by another one.
 1. While the store is away every task is refused with an exception, which the pump turns into "nothing was found,
    nothing was stored" at once: no lookup waits for a store that does not answer.
 2. When it has come, calls go straight through; the inner notices are passed on to the three that the cache has
@@ -21,32 +24,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvcore.errors import KvcoreError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Adapter, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
 from kvcore.l2.statistics import L2Statistics
-from kvcore.ports import Notice
+from kvcore.l2.wrapped import CountingAdapter
+from kvcore.l2.wrapped_backend import AnyBackend
+from kvcore.ports import Executor, Notice, Outcome
 
 _NS_PER_S = 1_000_000_000
 _log = logging.getLogger("kvcore.l2")
 
 
-class CountingAdapter(L2Adapter, Protocol):
-    """An adapter that tells what it has counted."""
-
-    def statistics(self) -> L2Statistics: ...
-
-
 class LateAdapter:
-    """See the module text. `open` makes the adapter or raises; `shown` is the store's name without secrets."""
+    """See the module text. `shown` is the store's name without secrets; the executor is the caller's."""
 
     def __init__(
         self,
         name: str,
         shown: str,
-        open: Callable[[], CountingAdapter],
+        executor: Executor,
+        prepare: Callable[[], AnyBackend],
+        build: Callable[[AnyBackend], CountingAdapter],
         notice_factory: Callable[[], Notice],
         *,
         retry_ns: int = 2 * _NS_PER_S,
@@ -58,12 +58,23 @@ class LateAdapter:
         self.load_notice = notice_factory()
         self.attempts = 0
         self._shown = shown
-        self._open = open
+        self._executor = executor
+        self._prepare = prepare
+        self._build = build
         self._retry_s = retry_ns / _NS_PER_S
         self._inner: CountingAdapter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._tried = asyncio.Event()
         self._try()
+
+    async def first_attempt(self) -> None:
+        """Return when the first attempt to open the store has ended, well or not. Give it a limit."""
+        await self._tried.wait()
+
+    @property
+    def work_inflight(self) -> int:
+        return self._inner.work_inflight if self._inner is not None else 0
 
     @property
     def there(self) -> bool:
@@ -123,16 +134,33 @@ class LateAdapter:
         if self._closed:
             return
         self.attempts += 1
-        try:
-            self._inner = self._open()
-        except (KvcoreError, OSError) as error:
-            if self.attempts == 1:
-                _log.warning("%s does not answer (%s); going on without it, tried again every %g s",
-                             self._shown, error, self._retry_s)  # fmt: skip
-            self._timer = asyncio.get_running_loop().call_later(self._retry_s, self._try)
+        self._executor.submit(self._prepare, self._prepared)
+
+    def _prepared(self, outcome: Outcome[AnyBackend]) -> None:
+        if self._closed:
+            if outcome.value is not None:
+                outcome.value.close()
             return
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            assert outcome.value is not None
+            self._take(self._build(outcome.value))
+        except (KvcoreError, OSError) as error:
+            self._wait(error)
+        finally:
+            self._tried.set()
+
+    def _take(self, inner: CountingAdapter) -> None:
+        self._inner = inner
         if self.attempts > 1:
             _log.info("%s is there now, at attempt %d", self._shown, self.attempts)
-        self._inner.store_notice.subscribe(self.store_notice.signal)
-        self._inner.lookup_notice.subscribe(self.lookup_notice.signal)
-        self._inner.load_notice.subscribe(self.load_notice.signal)
+        inner.store_notice.subscribe(self.store_notice.signal)
+        inner.lookup_notice.subscribe(self.lookup_notice.signal)
+        inner.load_notice.subscribe(self.load_notice.signal)
+
+    def _wait(self, error: Exception) -> None:
+        if self.attempts == 1:
+            _log.warning("%s does not answer (%s); going on without it, tried again every %g s",
+                         self._shown, error, self._retry_s)  # fmt: skip
+        self._timer = asyncio.get_running_loop().call_later(self._retry_s, self._try)

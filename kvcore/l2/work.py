@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import StoreAnswer
-from kvcore.l2.backend import Backend, LeftoverError
+from kvcore.l2.backend import Backend, BatchBackend, LeftoverError
 from kvcore.l2.envelope import Defect
 
 T = TypeVar("T")
@@ -31,23 +30,20 @@ _FOR_GOOD = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLON
 _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOrder:
+class WriteOrder(NamedTuple):
     key: ObjectKey
     payload: memoryview
     victims: tuple[ObjectKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     answer: StoreAnswer
     victims_deleted: int
     error: Exception | None = None
     unknown: bool = False  # something of the record may be left; `Backend.delete` of the key removes it
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """`defect` and `error` both None: the buffer holds the payload. Only `error`: we failed, the record may be fine."""
 
     defect: Defect | None = None
@@ -58,11 +54,19 @@ class Loaded:
         return self.defect is None and self.error is None
 
 
+_STORED = Written(StoreAnswer.STORED, 0)
+_LOADED = Loaded()
+
+
 def write_all(backend: Backend, orders: Sequence[WriteOrder]) -> list[Written]:
+    if len(orders) > 1 and isinstance(backend, BatchBackend):
+        return _write_many(backend, orders)
     return [_write(backend, order) for order in orders]
 
 
 def read_all(backend: Backend, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Loaded]:
+    if len(orders) > 1 and isinstance(backend, BatchBackend):
+        return _read_many(backend, orders)
     return [_read(backend, key, into) for key, into in orders]
 
 
@@ -86,24 +90,66 @@ def slices(orders: Sequence[T], sizes_bytes: Sequence[int]) -> Iterator[tuple[li
 
 
 def _write(backend: Backend, order: WriteOrder) -> Written:
+    deleted, error = _delete_victims(backend, order)
+    if error is None:
+        try:
+            backend.write(order.key, order.payload)
+        except Exception as failure:  # also a bug in a backend must not lose the other keys' results
+            error = failure
+    return _written(deleted, error)
+
+
+def _write_many(backend: BatchBackend, orders: Sequence[WriteOrder]) -> list[Written]:
+    """All victims first, so that their room can be taken in one piece."""
+    cleared = [_delete_victims(backend, order) for order in orders]
+    ready = [(order.key, order.payload) for order, (_, error) in zip(orders, cleared) if error is None]
+    try:
+        errors = iter(backend.write_many(ready))
+    except Exception as failure:
+        errors = iter([failure] * len(ready))
+    return [_written(deleted, next(errors) if error is None else error) for deleted, error in cleared]
+
+
+def _delete_victims(backend: Backend, order: WriteOrder) -> tuple[int, Exception | None]:
     deleted = 0
     try:
         for victim in order.victims:
             backend.delete(victim)
             deleted += 1
-        backend.write(order.key, order.payload)
-    except Exception as error:  # also a bug in a backend must not lose the other keys' results
-        unknown = isinstance(error, LeftoverError) or not isinstance(error, OSError | StoreError)
-        return Written(_answer_of(error), deleted, error, unknown)
-    return Written(StoreAnswer.STORED, deleted)
+    except Exception as error:
+        return deleted, error
+    return deleted, None
+
+
+def _written(deleted: int, error: Exception | None) -> Written:
+    if error is None:
+        return _STORED if deleted == 0 else Written(StoreAnswer.STORED, deleted)
+    unknown = isinstance(error, LeftoverError) or not isinstance(error, OSError | StoreError)
+    return Written(answer_of(error), deleted, error, unknown)
 
 
 def _read(backend: Backend, key: ObjectKey, into: memoryview) -> Loaded:
     try:
         return Loaded(backend.read(key, into))
     except Exception as error:
-        ours = not isinstance(error, OSError) or error.errno in _OUR_SHORTAGE
-        return Loaded(None if ours else Defect.UNREADABLE, error)
+        return _not_loaded(error)
+
+
+def _read_many(backend: BatchBackend, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Loaded]:
+    try:
+        results = backend.read_many(orders)
+    except Exception as error:
+        return [_not_loaded(error)] * len(orders)
+    return [_LOADED if result is None else _loaded(result) for result in results]
+
+
+def _loaded(result: Defect | Exception) -> Loaded:
+    return _not_loaded(result) if isinstance(result, Exception) else Loaded(result)
+
+
+def _not_loaded(error: Exception) -> Loaded:
+    ours = not isinstance(error, OSError) or error.errno in _OUR_SHORTAGE
+    return Loaded(None if ours else Defect.UNREADABLE, error)
 
 
 def _delete(backend: Backend, key: ObjectKey) -> Exception | None:
@@ -114,7 +160,8 @@ def _delete(backend: Backend, key: ObjectKey) -> Exception | None:
     return None
 
 
-def _answer_of(error: Exception) -> StoreAnswer:
+def answer_of(error: Exception) -> StoreAnswer:
+    """What a failed write means for the caller: no room, hopeless, or worth another try."""
     cause = error.__cause__ if isinstance(error, LeftoverError) else error
     number = cause.errno if isinstance(cause, OSError) else None
     if number in _FULL:

@@ -44,6 +44,11 @@ def _of(part: str, *path: str) -> Read:
     return read
 
 
+def _pages(name: str) -> Read:
+    """Of the copies that the server makes."""
+    return _of("server", "pages", name)
+
+
 def _each(part: str, name: str) -> Read:
     """A dict of numbers, one label."""
 
@@ -124,6 +129,17 @@ METRICS: tuple[Metric, ...] = (
         "Reads of workers between RETRIEVE and LOAD_DONE",
         _of("server", "reads_open"),
     ),
+    Metric("kvcore_copies_open", "gauge", "batches", "Copies by the server, of pages", _pages("transfers_open")),
+    Metric("kvcore_copies_stored_bytes_total", "counter", "bytes", "Read from workers' pages", _pages("bytes_stored")),
+    Metric(
+        "kvcore_copies_retrieved_bytes_total",
+        "counter",
+        "bytes",
+        "Written into workers' pages",
+        _pages("bytes_retrieved"),
+    ),
+    Metric("kvcore_copies_cancelled_total", "counter", "cells", "Given up by workers", _pages("cells_cancelled")),
+    Metric("kvcore_copies_failed_total", "counter", "cells", "Not readable or writable", _pages("cells_failed")),
     Metric(
         "kvcore_l1_capacity_bytes", "gauge", "bytes", "Shared memory of L1", lambda state: {(): float(state.l1_bytes)}
     ),

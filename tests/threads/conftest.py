@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvcore.l2 import file
+from kvcore.l2 import file, slab
 from kvcore.operations import http
-from kvcore.runtime import copy, executor, loop_thread, notice
+from kvcore.runtime import calls, copy, executor, loop_thread, notice, streams
 
-_MODULES = (notice, executor, copy, loop_thread, file, http)
+_MODULES = (notice, executor, copy, streams, loop_thread, calls, file, slab, http)
 
 
 def _load() -> ModuleType:

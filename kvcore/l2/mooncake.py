@@ -1,0 +1,338 @@
+"""Mooncake Store: a pool of memory on many machines, as a store behind L2.
+
+    mooncake://master:50051?lease_s=10&admin=master:9003
+
+One Mooncake object per record, written from two pieces of memory (header and payload) in one call, and read back into
+two. Names are those of `kvcore.l2.objectstore_names`, so a listing says which keys there are.
+
+Write, per piece of a batch: ask which keys are there (one call; those get a lease, they are in use just now). One of
+the record's length is PRESENT. One of another length is removed. The rest is put in one call; Mooncake shows an object
+when it is whole. To a put of an existing key it answers "done" and keeps the old bytes, so the question comes first.
+No space is FULL: objects with a lease cannot be evicted, and trying again at once does not help.
+
+Read: one call for the batch, unless a key occurs twice in it: Mooncake would fill only the last of its buffers and call
+all of them done (0.3.13). The answer is the object's length, or a code. When the lengths differ the transfer fails,
+which looks like a lost node: then the length is asked for, and the header is read alone to say what is wrong. Keys
+whose lease ends during the call (it waits for a lost node) are asked for once more; with `lease_s` above
+`transfer_timeout_s` that stays rare.
+
+Copies between the caller's buffer and the network: none where the buffer lies in a region given to `register_region`
+(the arena: register it once); one through a registered frame elsewhere. Mooncake's TCP transport copies into its node's
+memory by itself, RDMA does not copy.
+
+Lock strength: LEASE. What was found or read stays for `lease_s` as far as eviction goes; a node that dies takes its
+objects with it. A lookup of keys that nobody reads keeps them in memory all the same, so do not ask without need.
+
+Capacity: the nodes'. The master evicts by itself; a `capacity` here limits what this cluster keeps beside others.
+Restart: of this process, nothing is lost; of a node, its objects are; of the master, all are (without its HA mode), and
+the nodes report back within about a second. Scan and usage need the master's HTTP side and take no lease; with
+`admin=off` both are empty.
+
+Discard: Mooncake's objects have no version. The record is read once more, and removed if it is still bad. A good one
+that is put between the two calls (a millisecond) is lost, which is a miss.
+
+Limits: a client for TCP listens on all addresses (Mooncake's choice), so keep it in a private network. Its log goes
+to stderr. Timeouts: see `kvcore.l2.mooncake_client`.
+
+Who holds: buffers stay the caller's, and no native call touches them after it has returned (also after its timeout: the
+connection is gone by then). Results announce; `delete`, `discard` and the master's eviction free.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import StoreError
+from kvcore.keys import ObjectKey
+from kvcore.l2 import envelope
+from kvcore.l2 import mooncake_client as codes
+from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
+from kvcore.l2.envelope import Defect
+from kvcore.l2.mooncake_client import MooncakeClient, MooncakeOptions, address, check_options, failure, pointer
+from kvcore.l2.objectstore_names import below, joined, key_of_name, object_name
+from kvcore.l2.shared_backend import Stored
+
+_BATCH_KEYS = 512
+_BATCH_BYTES = 64 * 1024 * 1024
+_ADMIN_PORT = 9003
+_ADMIN_NAMES = 32  # per request: names are long, and so would be the URL
+_METRIC = re.compile(r"^(master_\w+) (\d+)$", re.ASCII | re.MULTILINE)
+
+Order = tuple[ObjectKey, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Where the records of one call lie in registered memory: header and payload of each."""
+
+    names: list[str]
+    heads: list[memoryview]
+    payloads: list[memoryview]
+    pointers: list[list[int]]
+    sizes: list[list[int]]
+
+
+class MooncakeBackend:
+    """`kvcore.l2.shared_backend.SharedBackend` over one Mooncake cluster."""
+
+    batch_keys = _BATCH_KEYS
+    batch_bytes = _BATCH_BYTES
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        check_options(options)
+        self._options = options
+        self.lock_strength = LockStrength(LockKind.LEASE, options.lease_s)
+        self._regions: list[memoryview] = []
+        self._client: MooncakeClient | None = None
+        self._closed = False
+
+    def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
+        return envelope.record_bytes(key, payload_bytes)
+
+    def register_region(self, region: memoryview) -> None:
+        """Buffers inside `region` (the arena) are used as they lie. It stays mapped until the backend is closed."""
+        self._regions.append(region)
+        if self._client is not None:
+            self._client.register_region(pointer(region), region.nbytes)
+
+    def open(self) -> None:
+        """One at a time. It may take seconds, so `close` does not wait for it: then this one ends its client itself."""
+        if self._closed:
+            raise StoreError("the Mooncake store is closed")
+        if self._client is None:
+            client = MooncakeClient(self._options)
+            self._client = client
+            for region in list(self._regions):
+                client.register_region(pointer(region), region.nbytes)
+        self._end_if_closed()
+
+    def close(self) -> None:
+        self._closed = True
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        client = self._client
+        if self._closed and client is not None:
+            client.close()
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[bool | Exception]:
+        found = self._ready().exist([self._name(key) for key in keys])
+        return [failure(code, "look") if code < 0 else code == 1 for code in found]
+
+    def write(self, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
+        client = self._ready()
+        there = client.exist([self._name(key) for key, _ in orders])
+        answers = [self._is_there(client, order, code) for order, code in zip(orders, there, strict=True)]
+        missing = [order for order, answer in zip(orders, answers, strict=True) if answer is None]
+        put = iter(self._put(client, missing) if missing else ())
+        return [next(put) if answer is None else answer for answer in answers]
+
+    def read(self, orders: Sequence[Order]) -> list[Defect | Exception | None]:
+        client = self._ready()
+        if len({key for key, _ in orders}) == len(orders):
+            return self._read(client, orders)
+        return [self._read(client, [order])[0] for order in orders]
+
+    def _read(self, client: MooncakeClient, orders: Sequence[Order]) -> list[Defect | Exception | None]:
+        sizes = [envelope.header_bytes(key) for key, _ in orders]
+        with client.frame(sum(sizes) + self._staged_bytes(client, orders)) as frame:
+            pieces = self._lay_out(client, orders, sizes, frame)
+            got = _get(client, pieces)
+            return [self._judge(client, pieces, at, *order, got[at]) for at, order in enumerate(orders)]
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[Exception | None]:
+        client = self._ready()
+        return [self._removed(client, self._name(key)) for key in keys]
+
+    def discard(self, key: ObjectKey, defect: Defect) -> None:
+        client = self._ready()
+        size = client.size(self._name(key))
+        if size == codes.NOT_FOUND:
+            return
+        if size >= 0 and defect is not Defect.OTHER_SIZE and self._is_good(key, size):
+            return
+        error = self._removed(client, self._name(key))
+        if error is not None:
+            raise error
+
+    def scan(self) -> Iterator[Stored]:
+        prefix = self._options.prefix
+        names = iter([name for name in self._admin("/get_all_keys").split() if below(prefix, name) != name])
+        while page := list(islice(names, _ADMIN_NAMES)):
+            sizes = _sizes(self._admin("/batch_query_keys?keys=" + ",".join(page)))
+            for name in page:
+                if name in sizes:
+                    yield Stored(key_of_name(below(prefix, name)), below(prefix, name), sizes[name])
+
+    def usage(self) -> L2Usage:
+        """The whole cluster's, as the master says it."""
+        figures = {name: int(value) for name, value in _METRIC.findall(self._admin("/metrics"))}
+        return L2Usage(
+            figures.get("master_allocated_bytes", 0),
+            figures.get("master_total_capacity_bytes"),
+            figures.get("master_key_count", 0),
+            0,
+        )
+
+    # --- one record ----------------------------------------------------------------------------------------------
+
+    def _is_there(self, client: MooncakeClient, order: Order, code: int) -> StoreAnswer | Exception | None:
+        """None: it is not, write it."""
+        if code <= 0:
+            return None if code == 0 else failure(code, "look")
+        key, payload = order
+        size = client.size(self._name(key))
+        if size == self.record_bytes(key, len(payload)):
+            return StoreAnswer.PRESENT
+        return None if size == codes.NOT_FOUND else self._removed(client, self._name(key))
+
+    def _put(self, client: MooncakeClient, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
+        heads = [envelope.encode_header(key, payload) for key, payload in orders]
+        sizes = [len(head) for head in heads]
+        with client.frame(sum(sizes) + self._staged_bytes(client, orders)) as frame:
+            pieces = self._lay_out(client, orders, sizes, frame)
+            for target, head in zip(pieces.heads, heads, strict=True):
+                target[:] = head
+            for target, (_, payload) in zip(pieces.payloads, orders, strict=True):
+                if target is not payload:
+                    target[:] = payload
+            return [_answer(code) for code in client.put(pieces.names, pieces.pointers, pieces.sizes)]
+
+    def _judge(
+        self, client: MooncakeClient, pieces: _Pieces, at: int, key: ObjectKey, into: memoryview, got: int
+    ) -> Defect | Exception | None:
+        head, payload = pieces.heads[at], pieces.payloads[at]
+        if got in (codes.BAD_PARAMETERS, codes.TRANSFER_FAILED):
+            got = self._other_length(client, pieces, at, got)
+        if got in (codes.NOT_FOUND, codes.NOT_READY):
+            return Defect.MISSING
+        if got < 0:
+            return failure(got, "read")
+        defect = envelope.check_record(key, head, payload, got)
+        if defect is None and payload is not into:
+            into[:] = payload
+        return defect
+
+    def _other_length(self, client: MooncakeClient, pieces: _Pieces, at: int, code: int) -> int:
+        """The object's length with its header read, where that is what was wrong; otherwise the code."""
+        size = client.size(pieces.names[at])
+        if size < 0 or size == sum(pieces.sizes[at]):
+            return code if size != codes.NOT_FOUND else size
+        wanted = min(size, pieces.sizes[at][0])
+        got = client.get_start(pieces.names[at], pieces.pointers[at][0], wanted)
+        return size if got == wanted else got
+
+    def _is_good(self, key: ObjectKey, size: int) -> bool:
+        payload_bytes = size - envelope.header_bytes(key)
+        return payload_bytes >= 0 and self.read([(key, memoryview(bytearray(payload_bytes)))])[0] is None
+
+    def _removed(self, client: MooncakeClient, name: str) -> StoreError | None:
+        code = client.remove(name)
+        return None if code in (0, codes.NOT_FOUND) else failure(code, "remove")
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def _staged_bytes(self, client: MooncakeClient, orders: Sequence[Order]) -> int:
+        return sum(len(view) for _, view in orders if not client.is_registered(pointer(view), len(view)))
+
+    def _lay_out(
+        self, client: MooncakeClient, orders: Sequence[Order], head_sizes: Sequence[int], frame: npt.NDArray[np.uint8]
+    ) -> _Pieces:
+        """Headers from the frame; payloads where they are if that is registered, else from the frame as well."""
+        rest = frame.data
+        heads, payloads = [], []
+        for (_, view), size in zip(orders, head_sizes, strict=True):
+            heads.append(rest[:size])
+            rest = rest[size:]
+            if client.is_registered(pointer(view), len(view)):
+                payloads.append(view)
+            else:
+                payloads.append(rest[: len(view)])
+                rest = rest[len(view) :]
+        parts = [[(pointer(p), len(p)) for p in pair if len(p)] for pair in zip(heads, payloads, strict=True)]
+        return _Pieces(
+            [self._name(key) for key, _ in orders],
+            heads,
+            payloads,
+            [[first for first, _ in part] for part in parts],
+            [[length for _, length in part] for part in parts],
+        )
+
+    # --- the rest ------------------------------------------------------------------------------------------------
+
+    def _admin(self, path: str) -> str:
+        """What the master's HTTP side answers; nothing where it is off. OSError, StoreError: it does not answer."""
+        if self._options.admin == "off":
+            return ""
+        host, port = _admin_address(self._options)
+        connection = http.client.HTTPConnection(host, port, timeout=self._options.connect_timeout_s)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            text = response.read().decode()
+        except http.client.HTTPException as error:
+            raise StoreError("the Mooncake master's HTTP side does not speak HTTP") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise StoreError(f"the Mooncake master's HTTP side answers {response.status}")
+        return text
+
+    def _ready(self) -> MooncakeClient:
+        client = self._client
+        if client is None or self._closed:
+            raise StoreError("the Mooncake store is not open")
+        return client
+
+    def _name(self, key: ObjectKey) -> str:
+        return joined(self._options.prefix, object_name(key))
+
+
+def _get(client: MooncakeClient, pieces: _Pieces) -> list[int]:
+    """One call for all, and a second one for those whose lease ended while the first waited for a lost node."""
+    got = client.get(pieces.names, pieces.pointers, pieces.sizes)
+    again = [at for at, code in enumerate(got) if code == codes.LEASE_ENDED]
+    if again:
+        names = [pieces.names[at] for at in again]
+        second = client.get(names, [pieces.pointers[at] for at in again], [pieces.sizes[at] for at in again])
+        for at, code in zip(again, second, strict=True):
+            got[at] = code
+    return got
+
+
+def _answer(code: int) -> StoreAnswer | Exception:
+    if code == 0:
+        return StoreAnswer.STORED
+    if code == codes.NO_SPACE:
+        return StoreAnswer.FULL
+    return StoreAnswer.RETRY if code in (codes.EXISTS, codes.NOT_READY) else failure(code, "store")
+
+
+def _admin_address(options: MooncakeOptions) -> tuple[str, int]:
+    if options.admin:
+        return address(options.admin, "admin")
+    return address(options.master, "master")[0], _ADMIN_PORT
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Length by name, from the master's answer. What it does not know (any more) is left out."""
+    try:
+        data = json.loads(text)["data"]
+        return {name: int(one["values"][0]["size_"]) for name, one in data.items() if one["ok"] and one["values"]}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise StoreError("the Mooncake master's HTTP side answers something unknown") from error
+
+
+def open_backend(options: MooncakeOptions) -> MooncakeBackend:
+    """The backend of these options. ConfigError: they can never work. No I/O before `open`."""
+    return MooncakeBackend(options)

@@ -1,0 +1,271 @@
+"""NIXL: the shared directory of `kvcore.l2.fs`, with the bytes moved by a NIXL agent's POSIX plugin.
+
+    nixl+posix:///mnt/shared/kv?engine=uring
+
+Same layout and format as `fs`: processes of both kinds share a directory. All rules of `fs` hold (names, rename,
+discard, scan, crashes, lock strength NONE, capacity by the adapter's ledger). What differs is who moves the payload:
+NIXL's asynchronous file engines (Linux AIO, io_uring, POSIX AIO), with memory that is registered with the agent. It is
+meant for machines that run NIXL anyway; on a page cache plain `preadv` is as fast.
+
+Agents are not shared between threads: a call takes one from a pool and gives it back. A transfer that ends short or
+with an error says no more than that (NIXL has no errno), so it counts as EIO, and after a failed write the room on the
+disk is looked at: FULL when there is too little. A transfer is waited for until it ends, as `fs` waits for its calls:
+giving it up would leave NIXL writing into memory that the caller uses for something else.
+
+Copies between the caller's buffer and the file: none where the buffer lies in a region given to `register_region`, one
+through a registered frame elsewhere; the kernel's own copy to the page cache comes on top in both cases.
+
+Limits: POSIX alone; NIXL's UCX and OBJ plugins are not offered as stores. Regions must stay mapped until the process
+ends. No bound on the time of a call (put a deadline and a breaker around the adapter). The package logs
+to stdout from INFO on; it is set to WARNING here unless NIXL_LOG_LEVEL says otherwise.
+
+Who holds: agents and frames belong to this backend; buffers stay the caller's. Records belong to the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvcore.errors import ConfigError
+from kvcore.keys import ObjectKey
+from kvcore.l2 import envelope
+from kvcore.l2.envelope import Defect
+from kvcore.l2.fs import FsBackend, FsOptions, _identity
+from kvcore.runtime.calls import pause
+from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.files import flush_directory
+
+ENGINES = {"": {}, "aio": {"use_aio": "true"}, "uring": {"use_uring": "true"}, "posix_aio": {"use_posix_aio": "true"}}
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_FRAME_BYTES_MIN = 64 * 1024
+_POLL_S = 0.00005
+
+
+@dataclass(frozen=True, slots=True)
+class NixlOptions:
+    """`engine`: "" for NIXL's own choice, "aio", "uring" or "posix_aio". `directory` and `fsync` as for `fs`."""
+
+    directory: str
+    engine: str = ""
+    fsync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Registered memory: where it begins and how long it is."""
+
+    first: int
+    length: int
+
+    @classmethod
+    def of(cls, view: memoryview) -> _Span:
+        return cls(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0, len(view))
+
+    def holds(self, other: _Span) -> bool:
+        return self.first <= other.first and other.first + other.length <= self.first + self.length
+
+
+class _Agent:
+    """One NIXL agent with its frame. Used by one thread at a time."""
+
+    def __init__(self, name: str, engine: str) -> None:
+        api = _api()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._native = api.nixl_agent(name, config)
+        self._native.create_backend("POSIX", dict(ENGINES[engine]))
+        self._regions: list[_Span] = []
+        self._frames: list[np.ndarray[Any, Any]] = []  # the last one is in use; the others stay mapped
+
+    def registered(self, view: memoryview, regions: Sequence[_Span]) -> bool:
+        """Whether the view lies in one of `regions`, all of which are made known to this agent first."""
+        for region in regions[len(self._regions) :]:
+            self._native.register_memory([(region.first, region.length, 0, "")], "DRAM")
+            self._regions.append(region)
+        span = _Span.of(view)
+        return any(region.holds(span) for region in self._regions)
+
+    def frame(self, length: int) -> memoryview:
+        if not self._frames or len(self._frames[-1]) < length:
+            frame = np.ones(max(_FRAME_BYTES_MIN, length), np.uint8)  # ones: touched, not promised
+            self._native.register_memory([(frame.__array_interface__["data"][0], len(frame), 0, "")], "DRAM")
+            self._frames.append(frame)
+        return self._frames[-1].data[:length]
+
+    def move(self, operation: str, fd: int, parts: Sequence[memoryview]) -> None:
+        """READ or WRITE the parts from or to the start of the file. OSError: it did not work."""
+        spans = [_Span.of(part) for part in parts if len(part)]
+        total = sum(span.length for span in spans)
+        file = self._native.register_memory([(0, total, fd, "")], "FILE")
+        try:
+            self._transfer(operation, fd, spans)
+        except Exception as error:  # the package's own types
+            raise OSError(errno.EIO, f"NIXL did not {operation.lower()} {total} bytes: {error}") from error
+        finally:
+            self._native.deregister_memory(file)
+
+    def _transfer(self, operation: str, fd: int, spans: Sequence[_Span]) -> None:
+        starts = [sum(span.length for span in spans[:at]) for at in range(len(spans))]
+        memory = self._native.get_xfer_descs([(span.first, span.length, 0) for span in spans], "DRAM")
+        place = self._native.get_xfer_descs([(at, span.length, fd) for at, span in zip(starts, spans)], "FILE")
+        handle = self._native.initialize_xfer(operation, memory, place, self._native.name)
+        try:
+            self._wait(handle, self._native.transfer(handle))
+        finally:
+            self._native.release_xfer_handle(handle)
+
+    def _wait(self, handle: Any, state: str) -> None:
+        while state == "PROC":
+            state = self._native.check_xfer_state(handle)
+            if state == "PROC":
+                pause(_POLL_S)
+        if state != "DONE":
+            raise OSError(errno.EIO, f"a NIXL transfer ended as {state}")
+
+
+class NixlBackend(FsBackend):
+    """`kvcore.l2.shared_backend.SharedBackend`. See the module text, and that of `kvcore.l2.fs`."""
+
+    def __init__(self, options: NixlOptions, token: str) -> None:
+        _check_options(options)
+        super().__init__(FsOptions(options.directory, options.fsync), token)
+        self._options = options
+        self._agent_numbers = count(1)
+        self._idle: deque[_Agent] = deque()
+        self._regions: list[_Span] = []
+
+    def open(self) -> None:
+        """As `fs`; and NIXL is there with its POSIX plugin, or ConfigError."""
+        with self._agent():
+            super().open()
+
+    def register_region(self, region: memoryview) -> None:
+        """Buffers inside `region` (the arena) are used as they lie."""
+        self._regions.append(_Span.of(region))
+
+    def _put(self, temporary: str, path: str, parts: list[memoryview]) -> None:
+        try:
+            self._write_file(temporary, parts)
+            os.rename(temporary, path)
+            if self._options.fsync:
+                flush_directory(os.path.dirname(path))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _write_file(self, temporary: str, parts: list[memoryview]) -> None:
+        total = sum(map(len, parts))
+        fd = os.open(temporary, _CREATE, 0o600)
+        try:
+            with self._agent() as agent:
+                staged = self._staged(agent, parts)
+                for target, part in zip(staged, parts):
+                    if target is not part:
+                        target[:] = part
+                agent.move("WRITE", fd, staged)
+            if self._options.fsync:
+                os.fdatasync(fd)
+        except OSError as error:
+            free = os.fstatvfs(fd)
+            if error.errno == errno.EIO and free.f_bavail * free.f_frsize < total:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
+        finally:
+            os.close(fd)
+
+    def _read(self, key: ObjectKey, into: memoryview) -> Defect | None:
+        head = memoryview(bytearray(envelope.header_bytes(key)))
+        try:
+            fd = os.open(self._path(key), _READ)
+        except FileNotFoundError:
+            return Defect.MISSING
+        try:
+            status = os.fstat(fd)
+            self._fill(fd, [head, into], status.st_size)
+            defect = envelope.check_record(key, head, into, status.st_size)
+            if defect is not None:
+                self._suspect(key, _identity(status))
+        finally:
+            os.close(fd)
+        return defect
+
+    def _fill(self, fd: int, parts: Sequence[memoryview], size: int) -> None:
+        """The file's first bytes. Of one that has not the wanted length only the header is worth reading."""
+        if size != sum(map(len, parts)):
+            parts[0][: min(size, len(parts[0]))] = os.pread(fd, len(parts[0]), 0)
+            return
+        with self._agent() as agent:
+            staged = self._staged(agent, parts)
+            agent.move("READ", fd, staged)
+            for source, part in zip(staged, parts):
+                if source is not part:
+                    part[:] = source
+
+    def _staged(self, agent: _Agent, parts: Sequence[memoryview]) -> list[memoryview]:
+        """The parts themselves where they are registered, else pieces of the agent's frame."""
+        regions = self._regions
+        direct = [agent.registered(part, regions) for part in parts]
+        rest = agent.frame(sum(len(part) for part, as_is in zip(parts, direct) if not as_is))
+        staged: list[memoryview] = []
+        for part, as_is in zip(parts, direct):
+            staged.append(part if as_is else rest[: len(part)])
+            rest = rest if as_is else rest[len(part) :]
+        return staged
+
+    @contextmanager
+    def _agent(self) -> Iterator[_Agent]:
+        try:
+            agent = self._idle.pop()
+        except IndexError:
+            agent = self._new_agent()
+        try:
+            yield agent
+        finally:
+            self._idle.append(agent)
+
+    def _new_agent(self) -> _Agent:
+        try:
+            name = f"kvcore-{self._token}-{next(self._agent_numbers)}"
+            return _Agent(name, self._options.engine)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"NIXL has no POSIX plugin that works here: {error}") from error
+
+
+def _check_options(options: NixlOptions) -> None:
+    if options.engine not in ENGINES:
+        raise ConfigError(f"NIXL's engine is one of {', '.join(filter(None, ENGINES))}, not {options.engine[:40]!r}")
+    if not options.directory.startswith("/") or options.directory.strip("/") == "":
+        raise ConfigError("a NIXL store needs an absolute path of its own: nixl+posix:///mnt/shared/kv")
+
+
+def _api() -> Any:
+    """The package. Its import sets up logging for the whole process; that is taken back."""
+    raises = logging.raiseExceptions
+    try:
+        import nixl_cu12._api as api
+    except ImportError as error:
+        raise ConfigError(f"NIXL cannot be loaded ({error}): pip install --no-deps nixl-cu12") from error
+    finally:
+        logging.raiseExceptions = raises
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return api
+
+
+def open_backend(options: NixlOptions) -> NixlBackend:
+    """The backend of these options. ConfigError: they can never work. No I/O before `open`."""
+    return NixlBackend(options, SystemClock().token(8))

@@ -1,0 +1,253 @@
+"""One connection to a Redis or Valkey server: commands out of, and answers into, the caller's own buffers.
+
+Client libraries make a fresh `bytes` of every value, and the page faults of that cost more than the network. So this
+is the protocol itself (RESP version 2, of which we need five answer types), over a plain, unix or TLS socket:
+
+* a command is sent with `sendmsg`: its head, the caller's view, the line end, many commands in one call;
+* a value is received into the caller's view, and what comes behind it into our buffer, by one call; only what came
+  along with the line before it is copied. TLS has neither call; there each part is sent and received by itself.
+
+Time. Each exchange has a `Deadline`: `timeout_s` for the server to answer plus the time that its bytes take at
+`rate_bytes_per_s_min`. It bounds the whole exchange, so a server that gives one byte a second is given up too.
+
+Errors. `ErrorAnswer` is the server's own "-..." line: the connection is still in step. Everything else (`OSError`, and
+`StoreError` for bytes that are not the protocol) leaves it out of step, and its user closes it.
+
+Who holds: the connection its socket and one small buffer; the caller all else. One user at a time, no thread safety.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+from kvcore.errors import StoreError
+from kvcore.ports import Clock
+
+_BUFFER_BYTES = 16 * 1024
+_LINE_BYTES_MAX = 4096
+_BULK_BYTES_MAX = 512 * 1024 * 1024  # the protocol's own limit; a larger length is not believed
+_PARTS_MAX = 512  # of one sendmsg; systems take 1024
+_DEPTH_MAX = 4
+_NS_PER_S = 1_000_000_000
+_CRLF = b"\r\n"
+
+Part: TypeAlias = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What the server answered instead of doing it, such as "OOM command not allowed ..."."""
+
+    text: str
+
+    @property
+    def code(self) -> str:
+        return self.text.partition(" ")[0]
+
+
+Answer: TypeAlias = int | str | bytes | ErrorAnswer | list["Answer"] | None
+
+
+class Deadline:
+    """When an exchange is given up."""
+
+    __slots__ = ("_clock", "_end_ns")
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._end_ns = clock.now_ns() + int(seconds * _NS_PER_S)
+
+    def left_s(self) -> float:
+        left_ns = self._end_ns - self._clock.now_ns()
+        if left_ns <= 0:
+            raise TimeoutError("the server did not answer in time")
+        return left_ns / _NS_PER_S
+
+
+def command(*words: bytes) -> list[Part]:
+    """One command of short words."""
+    return [b"*%d\r\n%b" % (len(words), _packed(words))]
+
+
+def command_with_value(words: Sequence[bytes], head: bytes, value: memoryview, after: Sequence[bytes]) -> list[Part]:
+    """`words`, then `head` + `value` as one word, then the words `after`. The value is not copied."""
+    opening = b"*%d\r\n%b$%d\r\n%b" % (
+        len(words) + 1 + len(after),
+        _packed(words),
+        len(head) + len(value),
+        head,
+    )
+    return [opening, value, _CRLF + _packed(after)]
+
+
+def _packed(words: Sequence[bytes]) -> bytes:
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class Wire:
+    """See the module text. `sock` is connected; the wire owns it from now on. `generation` is its pool's."""
+
+    def __init__(self, sock: socket.socket, generation: int) -> None:
+        self.generation = generation
+        self._socket = sock
+        self._gathers = not hasattr(sock, "cipher")  # a TLS socket cannot
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self.closed = False
+        self._start = 0  # unread bytes are buffer[start:end]
+        self._end = 0
+
+    def close(self) -> None:
+        self.closed = True
+        self._socket.close()
+
+    # --- out -----------------------------------------------------------------------------------------------------
+
+    def send(self, commands: Sequence[Sequence[Part]], deadline: Deadline) -> None:
+        parts = [memoryview(part) for part in chain.from_iterable(commands)]
+        if self._gathers:
+            self._gather(parts, deadline)
+            return
+        for part in parts:
+            self._socket.settimeout(deadline.left_s())
+            self._socket.sendall(part)
+
+    def _gather(self, parts: list[memoryview], deadline: Deadline) -> None:
+        first = 0
+        while first < len(parts):
+            self._socket.settimeout(deadline.left_s())
+            sent = self._socket.sendmsg(parts[first : first + _PARTS_MAX])
+            while first < len(parts) and sent >= len(parts[first]):
+                sent -= len(parts[first])
+                first += 1
+            if sent:
+                parts[first] = parts[first][sent:]
+
+    # --- in ------------------------------------------------------------------------------------------------------
+
+    def answer(self, deadline: Deadline) -> Answer:
+        """The next answer, whatever it is. For small ones: a value becomes `bytes`."""
+        return self._answer(deadline, _DEPTH_MAX)
+
+    def bulk_length(self, deadline: Deadline) -> int | ErrorAnswer | None:
+        """The length of the value that comes next, which `fill` and `end_bulk` then read. None: there is no value."""
+        line = self._line(deadline)
+        if line[:1] == b"-":
+            return _error(line)
+        if line[:1] != b"$":
+            raise StoreError("the server answered with something else than a value")
+        return _length(line)
+
+    def fill(self, into: memoryview, deadline: Deadline) -> None:
+        """The next bytes of the value."""
+        filled = min(len(into), self._end - self._start)
+        into[:filled] = self._view[self._start : self._start + filled]
+        self._start += filled
+        while filled < len(into):
+            filled += self._scatter(into[filled:], deadline)
+
+    def skip(self, count: int, deadline: Deadline) -> None:
+        """Read on without keeping anything."""
+        while count > 0:
+            if self._start == self._end:
+                self._refill(deadline)
+            step = min(count, self._end - self._start)
+            self._start += step
+            count -= step
+
+    def end_bulk(self, deadline: Deadline) -> None:
+        while self._end - self._start < len(_CRLF):
+            self._refill(deadline)
+        self._start += len(_CRLF)
+        if self._buffer[self._start - len(_CRLF) : self._start] != _CRLF:
+            raise StoreError("a value of the server does not end where it should")
+
+    def _answer(self, deadline: Deadline, depth: int) -> Answer:
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return text.decode("utf-8", "replace")
+        if kind == b"-":
+            return _error(line)
+        if kind == b":":
+            return _number(text)
+        if kind == b"$":
+            return self._bulk(_length(line), deadline)
+        if kind == b"*" and depth:
+            return self._array(_length(line), deadline, depth)
+        raise StoreError("the server does not speak the protocol of Redis")
+
+    def _bulk(self, length: int | None, deadline: Deadline) -> bytes | None:
+        if length is None:
+            return None
+        value = bytearray(length)
+        self.fill(memoryview(value), deadline)
+        self.end_bulk(deadline)
+        return bytes(value)
+
+    def _array(self, length: int | None, deadline: Deadline, depth: int) -> list[Answer] | None:
+        return None if length is None else [self._answer(deadline, depth - 1) for _ in range(length)]
+
+    def _line(self, deadline: Deadline) -> bytes:
+        """The next line without its end. What follows it stays in the buffer."""
+        while (at := self._buffer.find(_CRLF, self._start, self._end)) < 0:
+            if self._end - self._start > _LINE_BYTES_MAX:
+                raise StoreError("the server does not speak the protocol of Redis: a line does not end")
+            self._refill(deadline)
+        line = bytes(self._view[self._start : at])
+        self._start = at + len(_CRLF)
+        return line
+
+    def _refill(self, deadline: Deadline) -> None:
+        left = self._end - self._start
+        if left:
+            self._buffer[:left] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, left
+        self._end += self._receive(self._view[left:], deadline)
+
+    def _scatter(self, into: memoryview, deadline: Deadline) -> int:
+        """Receive into `into`, and what is behind it into the buffer, which is empty. How much of `into` was filled."""
+        assert self._start == self._end
+        if not self._gathers:
+            return self._receive(into, deadline)
+        self._await(deadline)
+        count = self._socket.recvmsg_into([into, self._view])[0]
+        self._start, self._end = 0, max(0, count - len(into))
+        return min(len(into), self._some(count))
+
+    def _receive(self, into: memoryview, deadline: Deadline) -> int:
+        self._await(deadline)
+        return self._some(self._socket.recv_into(into))
+
+    def _await(self, deadline: Deadline) -> None:
+        if self.closed:
+            raise StoreError("the connection was given up by its user")
+        self._socket.settimeout(deadline.left_s())
+
+    def _some(self, count: int) -> int:
+        if count == 0:
+            raise ConnectionResetError("the server has closed the connection")
+        return count
+
+
+def _error(line: bytes) -> ErrorAnswer:
+    return ErrorAnswer(line[1:].decode("utf-8", "replace"))
+
+
+def _length(line: bytes) -> int | None:
+    """-1 says that there is nothing."""
+    length = _number(line[1:])
+    if length > _BULK_BYTES_MAX:
+        raise StoreError("the server announced a value that is too long to be true")
+    return length if length >= 0 else None
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise StoreError("the server does not speak the protocol of Redis: a number is none") from error

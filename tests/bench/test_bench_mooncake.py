@@ -1,0 +1,212 @@
+"""The Mooncake adapter beside the batch calls of Mooncake's own client, on one cluster in the same run.
+
+Both sides use the same registered, touched memory and the same number of objects. The client's side is one
+`batch_put_from` or `batch_get_into` over all of them, in this thread, and nothing else. The adapter does that in pieces
+of work, asks first which keys are there, adds envelopes, checks every byte, and goes through threads and notices.
+
+Seven pairs are taken in turns, each side in turn first; the figure is the ratio of the medians, client over adapter:
+1.0 is as fast as the client alone. The bar is asserted only with `--benchmark-only`, because a loaded machine proves
+nothing about the code. The cluster (master and one node, TCP) lives in a network namespace, which takes root: without
+it this is skipped loudly, and fails where CI=true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcore.keys import ObjectKey
+from kvcore.l2.adapter import StoreAnswer
+from kvcore.l2.mooncake import open_backend
+from kvcore.l2.shared import SharedAdapter
+from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.executor import ThreadExecutor
+from kvcore.runtime.notice import EventfdNotice
+
+PAIRS = 7
+COUNTS = {2 << 20: 32, 64 << 10: 512}
+BAR = 0.80
+_MODULE = "kvcore_bench_mooncake_cluster"
+
+
+def cluster_module():
+    """The cluster of the tests of this store; test folders are no packages."""
+    if _MODULE not in sys.modules:
+        path = Path(__file__).parents[1] / "stores" / "mooncake" / "conftest.py"
+        spec = importlib.util.spec_from_file_location(_MODULE, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_MODULE] = module
+        spec.loader.exec_module(module)
+    return sys.modules[_MODULE]
+
+
+def missing(text):
+    if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
+        pytest.fail(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.warn(text, stacklevel=1)
+    pytest.skip(text)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    if importlib.util.find_spec("mooncake") is None:
+        missing("mooncake is not installed: its benchmark does not run")
+    module = cluster_module()
+    try:
+        namespace = module.Namespace()
+    except OSError as error:
+        missing(f"no network namespace ({error}): the Mooncake benchmark does not run")
+    namespace.enter()
+    cluster = module.Cluster(tmp_path, 50071, 9023)
+    try:
+        cluster.start_master(lease_ms=10_000)
+        cluster.start_node(512 << 20)
+        yield cluster
+    finally:
+        cluster.stop()
+        namespace.leave()
+        namespace.close()
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+class Adapter:
+    """Ours, on a real loop, one batch at a time."""
+
+    def __init__(self, cluster, size):
+        self.count = COUNTS[size]
+        self.keys = [ObjectKey(number.to_bytes(32, "big"), "model", 0) for number in range(self.count)]
+        self.memory = np.random.default_rng(1).integers(0, 256, 2 * self.count * size, np.uint8)
+        views = [self.memory.data[at : at + size] for at in range(0, len(self.memory), size)]
+        self.source, self.target = views[: self.count], views[self.count :]
+        self.runner = asyncio.Runner()
+        self.loop = self.runner.get_loop()
+        self.executor = ThreadExecutor(self.loop, 2)
+        self.backend = open_backend(cluster.options(lease_s=10.0))
+        self.backend.register_region(self.memory.data)
+        notices = lambda: EventfdNotice(self.loop)  # noqa: E731
+        self.adapter = SharedAdapter("bench", self.backend, self.executor, notices, SystemClock())
+        self.done = asyncio.Event()
+        for notice in (self.adapter.store_notice, self.adapter.load_notice):
+            notice.subscribe(self.done.set)
+
+    async def _until(self, take):
+        while (result := take()) is None:
+            self.done.clear()
+            if (result := take()) is not None:
+                break
+            await self.done.wait()
+        return result
+
+    def store(self):
+        async def batch():
+            begin = time.perf_counter()
+            task = self.adapter.submit_store(self.keys, self.source)
+            answers = await self._until(lambda: self.adapter.pop_completed_stores().get(task))
+            return time.perf_counter() - begin, answers
+
+        seconds, answers = self.runner.run(batch())
+        assert answers == [StoreAnswer.STORED] * self.count
+        return seconds
+
+    def load(self):
+        async def batch():
+            begin = time.perf_counter()
+            task = self.adapter.submit_load(self.keys, self.target)
+            bits = await self._until(lambda: self.adapter.take_load(task))
+            return time.perf_counter() - begin, bits
+
+        seconds, bits = self.runner.run(batch())
+        assert bits == (1 << self.count) - 1
+        return seconds
+
+    def delete(self):
+        async def gone():
+            self.adapter.delete(self.keys)
+            while self.adapter.work_inflight:
+                self.done.clear()
+                self.executor.submit(lambda: None, lambda outcome: self.done.set())
+                await self.done.wait()
+
+        self.runner.run(gone())
+
+    def close(self):
+        self.adapter.close()
+        self.executor.close()
+        self.runner.close()
+
+
+class ClientAlone:
+    """The same client object, without us."""
+
+    def __init__(self, ours):
+        self.native = ours.backend._client._native
+        self.names = [f"alone-{number}" for number in range(ours.count)]
+        self.size = len(ours.source[0])
+        first = ours.memory.__array_interface__["data"][0]
+        self.sources = [first + number * self.size for number in range(ours.count)]
+        self.targets = [first + (ours.count + number) * self.size for number in range(ours.count)]
+
+    def store(self):
+        begin = time.perf_counter()
+        codes = self.native.batch_put_from(self.names, self.sources, [self.size] * len(self.names))
+        seconds = time.perf_counter() - begin
+        assert set(codes) == {0}
+        return seconds
+
+    def load(self):
+        begin = time.perf_counter()
+        codes = self.native.batch_get_into(self.names, self.targets, [self.size] * len(self.names))
+        seconds = time.perf_counter() - begin
+        assert set(codes) == {self.size}
+        return seconds
+
+    def delete(self):
+        assert set(self.native.batch_remove(self.names, True)) == {0}
+
+
+def one(side, operation):
+    """Seconds. Before a store nothing is there, before a load everything is."""
+    seconds = getattr(side, operation)()
+    if operation == "store":
+        side.delete()
+    return seconds
+
+
+@pytest.mark.parametrize("operation", ["store", "load"])
+@pytest.mark.parametrize("size", COUNTS, ids=lambda size: f"{size >> 10}KiB")
+def test_the_adapter_beside_the_client_alone(benchmark, request, capsys, cluster, operation, size):
+    ours = Adapter(cluster, size)
+    alone = ClientAlone(ours)
+    for side in (ours, alone):  # the store's memory and every connection are touched before
+        side.store()
+        side.delete() if operation == "store" else side.load()
+    times = {ours: [], alone: []}
+
+    def pair():
+        for side in (ours, alone) if len(times[ours]) % 2 else (alone, ours):
+            times[side].append(one(side, operation))
+
+    benchmark.pedantic(pair, rounds=PAIRS)
+    ratio = median(times[alone]) / median(times[ours])
+    gb_per_s = ours.count * size / median(times[ours]) / 1e9
+    benchmark.extra_info |= {"ratio": round(ratio, 3), "gb_per_s": round(gb_per_s, 3)}
+    with capsys.disabled():
+        print(f"\nmooncake {operation} {size >> 10} KiB: {ratio:.2f} of its client alone, {gb_per_s:.2f} GB/s")
+    if operation == "load":
+        assert np.array_equal(ours.memory[: ours.count * size], ours.memory[ours.count * size :])
+    ours.close()
+    if request.config.getoption("benchmark_only") and size >= 1 << 20:
+        assert ratio >= BAR

