@@ -1,1 +1,1 @@
-"""The verdict (`kvcore.reports`): when is loading KV cheaper than recomputing it. Empty until the cost model lands."""
+"""The verdict (`kvcore.reports`): when is loading KV cheaper than recomputing it. `cost` holds the closed forms."""

@@ -1,0 +1,37 @@
+"""docs/cost-model.md: its examples run, its example file is a file we read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from kvcore.reports import parameters
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def test_the_example_file_of_the_page_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(block("json"))
+    known = parameters.read(file)
+    assert known.model("my-7B").kv_bytes_per_token() == 28 * 2 * 4 * 128 * 2
+    assert known.host("my GPU").flops == 165e12
+    assert known.tier("my file server").bytes_per_s == 3e9
+
+
+def test_the_example_of_the_page_prints_what_it_says() -> None:
+    code = block("python")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "docs/cost-model.md", "exec"), {})
+    said = re.search(r"# (\d+): load from", code)
+    assert said
+    assert printed.getvalue().splitlines()[0] == said.group(1)
