@@ -38,16 +38,56 @@ SHELL = {
     "kvcore.config.sources",
     "kvcore.connectors.interface",
     "kvcore.connectors.jobs",
+    "kvcore.connectors.page_check",
     "kvcore.connectors.scheduler",
     "kvcore.connectors.worker",
     "kvcore.deadlines",
+    "kvcore.device.capability",
+    "kvcore.device.discover",
+    "kvcore.device.examples",
+    "kvcore.device.native",
+    "kvcore.device.reference",
+    "kvcore.device.selftest",
     "kvcore.inprocess",
+    "kvcore.l2.checks.bed",
+    "kvcore.l2.checks.contents",
+    "kvcore.l2.checks.lives",
+    "kvcore.l2.checks.results",
+    "kvcore.l2.checks.suite",
+    "kvcore.l2.coded",
+    "kvcore.l2.command",
+    "kvcore.l2.compress",
+    "kvcore.l2.deadline",
+    "kvcore.l2.faults",
+    "kvcore.l2.faulty",
+    "kvcore.l2.inspect",
+    "kvcore.l2.keyed",
+    "kvcore.l2.open_options",
+    "kvcore.l2.open_schemes",
+    "kvcore.l2.retry",
     "kvcore.l2.file",
     "kvcore.l2.indexed",
     "kvcore.l2.late",
     "kvcore.l2.memory",
     "kvcore.l2.open",
+    "kvcore.l2.mooncake",
+    "kvcore.l2.mooncake_client",
+    "kvcore.l2.nixl",
+    "kvcore.l2.objectstore",
+    "kvcore.l2.objectstore_client",
     "kvcore.l2.pump",
+    "kvcore.l2.redis",
+    "kvcore.l2.redis_pool",
+    "kvcore.l2.redis_wire",
+    "kvcore.l2.shared",
+    "kvcore.l2.shared_removal",
+    "kvcore.l2.shared_runner",
+    "kvcore.l2.shared_scan",
+    "kvcore.l2.shared_work",
+    "kvcore.l2.fs",
+    "kvcore.l2.slab",
+    "kvcore.l2.slab_files",
+    "kvcore.l2.slab_recovery",
     "kvcore.l2.work",
     "kvcore.loads",
     "kvcore.lookup_job",
@@ -64,12 +104,14 @@ SHELL = {
     "kvcore.service.host",
     "kvcore.service.local",
     "kvcore.service.operator",
+    "kvcore.service.page_client",
     "kvcore.service.pings",
     "kvcore.service.remote",
     "kvcore.service.scheduler_client",
     "kvcore.service.serve_config",
     "kvcore.service.server",
     "kvcore.service.server_config",
+    "kvcore.service.worker_operations",
     "kvcore.service.worker_client",
     "kvcore.service.zmq_transport",
     "kvcore.storage",
@@ -78,7 +120,7 @@ SHELL = {
 # Whole folders of it: the real ports, and the adapters to one engine each.
 SHELL_FOLDERS = ("kvcore.runtime.", "kvcore.connectors.vllm.")
 # What an extra of pyproject.toml installs; a module that needs it is looked at where it is installed.
-OPTIONAL = {"mooncake", "obstore", "redis", "torch", "vllm"}
+OPTIONAL = {"mooncake", "nixl_cu12", "obstore", "redis", "torch", "vllm"}
 CLOCKS_AND_CHANCE = {"datetime", "random", "secrets", "time", "uuid"}
 FENCE = {"kvcore.sim.fence"}  # it replaces them
 STREAMS = {"kvcore.sim.streams"}  # seeded generators are made there, and only there
@@ -392,7 +434,14 @@ _STARTS_THREADS |= {"ThreadingMixIn", "ThreadingHTTPServer", "ThreadingTCPServer
 _LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Event"}
 THREADS = {"kvcore.operations.http"}  # and kvcore.runtime
 # Each of them is proven under the scheduler of tests/threads/.
-LOCKS = {"kvcore.l2.file", "kvcore.runtime.copy", "kvcore.runtime.loop_thread", "kvcore.runtime.notice"}
+LOCKS = {
+    "kvcore.l2.file",
+    "kvcore.l2.slab",
+    "kvcore.runtime.calls",
+    "kvcore.runtime.loop_thread",
+    "kvcore.runtime.notice",
+    "kvcore.runtime.streams",
+}
 
 
 def _names(names: set[str], modules: frozenset[str]) -> Callable[[ast.Module], list[int]]:

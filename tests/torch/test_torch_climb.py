@@ -32,6 +32,15 @@ def test_the_cache_changes_no_output_of_a_real_transformer(cell: str) -> None:
     assert rungs["4"]["preemptions"] > 0
 
 
+def test_servers_that_copy_from_and_to_shared_pages_change_no_output_either() -> None:
+    result = climb("full+window/r1/s2/sync", "--transfer", "server")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    rungs = {rung["rung"]: rung for rung in json.loads(result.stdout)["cells"][0]["rungs"]}
+    assert rungs["2"]["stores_verified"] > 0
+    assert rungs["3"]["loads_verified"] > 0
+    assert all(rung["mismatches"] == 0 for rung in rungs.values())
+
+
 def test_a_configuration_that_the_target_does_not_have_is_refused_with_those_it_has() -> None:
     result = climb("full/r1/inproc/sync")
     assert result.returncode == 2
