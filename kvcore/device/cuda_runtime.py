@@ -1,7 +1,7 @@
 """What `CudaCopyEngine` needs of a CUDA device, and torch's way to it.
 
 The engine's rules about order and completion are in `cuda_engine.py` and are proven against a runtime that is emulated
-on the host (tests/device); here is only how each of them is said to the driver.
+on the host (`kvcore.ladder.emulated_cuda`); here is only how each of them is said to the driver.
 
 Who holds: an event is the driver's until it is destroyed with its Python object; what a queued copy needs beside the
 caller's buffers (the kernels' workspace) is the engine's to keep until the copy is over.

@@ -66,13 +66,13 @@ class PlaneTables:
     """The kernels' form of each registered KV. Kept while the KV is: a handful of registrations and layer slices."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[PagedKV, PlaneTable]] = {}
+        self._tables: dict[PagedKV, PlaneTable] = {}
 
     def of(self, kv: PagedKV) -> PlaneTable:
-        known = self._tables.get(id(kv))
+        known = self._tables.get(kv)
         if known is None:
-            known = self._tables[id(kv)] = (kv, PlaneTable(kv.planes))  # the reference keeps the id from being reused
-        return known[1]
+            known = self._tables[kv] = PlaneTable(kv.planes)
+        return known
 
 
 def batch_of(copy: CheckedCopy, table: PlaneTable) -> CopyBatch:

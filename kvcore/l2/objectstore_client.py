@@ -276,9 +276,7 @@ def _is_bucket_missing(error: Exception) -> bool:
 
 def _not_supported(error: Exception) -> bool:
     name, text = type(error).__name__, str(error)
-    return (
-        name in ("NotImplementedError", "NotSupportedError") or "NotImplemented" in text or "status code: 501" in text
-    )
+    return "NotImplemented" in name + text or name == "NotSupportedError" or "status code: 501" in text
 
 
 def _translated(error: Exception, doing: str) -> StoreError:

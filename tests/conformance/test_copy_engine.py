@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.device.cpu_engine import CpuCopyEngine
 from kvcore.device.cuda_engine import CudaCopyEngine
-from kvcore.device.emulated import EmulatedCuda
+from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.errors import CallerError
 from kvcore.ports import Copy
 from kvcore.runtime.copy import ThreadCopyEngine

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvcore.device.cuda_engine import CudaCopyEngine
-from kvcore.device.emulated import EmulatedCuda
+from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.ports import Copy
 from kvcore.runtime.streams import Job
 

@@ -17,7 +17,7 @@ import torch
 from kvcore.device.cpu_engine import CpuCopyEngine
 from kvcore.device.cuda_engine import CudaCopyEngine
 from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
-from kvcore.device.emulated import EmulatedCuda
+from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.device.examples import EXAMPLES, Shape, build
 from kvcore.device.movers import Mover, NativeMover, TorchMover, cpu_mover
 from kvcore.device.native import CpuKernels

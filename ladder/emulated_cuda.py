@@ -1,4 +1,4 @@
-"""A CUDA device played by one thread of the host: the rules of `cuda_engine.py` are proven on it, without a GPU.
+"""A CUDA device played by one thread of the host: the rules of `kvcore.device.cuda_engine` are proven on it, without a GPU.
 
 Theory of operation
 -------------------
@@ -24,7 +24,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from kvcore.device.movers import Mover, cpu_mover
 from kvcore.device.paged import CheckedCopy
 from kvcore.ports import Copy
 from kvcore.runtime.copy import matched_arrays
+from kvcore.sim.streams import RandomStream
 
 _PIECE_BYTES = 64
 
@@ -76,7 +76,7 @@ class EmulatedCuda:
     def __init__(
         self, seed: int = 0, refuse: Callable[[Any], Exception | None] = lambda copy: None, mover: Mover | None = None
     ) -> None:
-        self._random = Random(seed)
+        self._random = RandomStream(seed, "emulated-cuda")
         self._refuse = refuse
         self._mover = mover or cpu_mover()
         self._work = threading.Condition()
