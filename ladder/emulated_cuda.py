@@ -1,4 +1,4 @@
-"""A CUDA device played by one thread of the host: the rules of `kvcore.device.cuda_engine` are proven on it, without a GPU.
+"""A CUDA device played by one thread of the host: `kvcore.device.cuda_engine` is proven on it, without a GPU.
 
 Theory of operation
 -------------------
@@ -163,7 +163,7 @@ class EmulatedCuda:
             while not self._closed:
                 able = [stream for stream in self._streams if stream.able]
                 if able:
-                    self._step(self._random.choice(able))
+                    self._step(self._random.pick(able))
                 else:
                     self._work.wait()
 

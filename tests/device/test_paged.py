@@ -17,13 +17,13 @@ import torch
 from kvcore.device.cpu_engine import CpuCopyEngine
 from kvcore.device.cuda_engine import CudaCopyEngine
 from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
-from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.device.examples import EXAMPLES, Shape, build
 from kvcore.device.movers import Mover, NativeMover, TorchMover, cpu_mover
 from kvcore.device.native import CpuKernels
 from kvcore.device.paged import Direction, PagedCopy, checked, layers_of
 from kvcore.device.reference import gather
 from kvcore.errors import CallerError, ConfigError
+from kvcore.ladder.emulated_cuda import EmulatedCuda
 
 SHAPE = Shape(layers=2, blocks=9, tokens=16, heads=2, size=8)
 GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
