@@ -207,6 +207,7 @@ class _Inner:
         self._options = options
         self._clock = SystemClock()
         self._hasher = ChunkHasher(options.namespace)
+        self._arena = PlainArena(options.l1_bytes)
         self._executor = ThreadExecutor(loop, _IO_THREADS)
         try:
             adapters = self._open_adapters(loop)
@@ -225,6 +226,7 @@ class _Inner:
             executor=self._executor,
             notice_factory=lambda: EventfdNotice(loop),
             clock=self._clock,
+            region=self._arena.buffer,
         )
         return [adapter]
 
@@ -233,7 +235,6 @@ class _Inner:
         placement = Placement()
         identity = identity_of(options.namespace, layout, placement)
         timeout_ns = int(options.timeout_s * _NS_PER_S)
-        self._arena = PlainArena(options.l1_bytes)
         self._storage = Storage(
             layout=layout,
             model_name=options.namespace.model_name,

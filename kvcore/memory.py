@@ -201,6 +201,11 @@ class BufferArena(VirtualArena):
             raise CallerError(f"the buffer has {buffer.nbytes} bytes; the arena needs {self.capacity_bytes} writable")
         self._buffer = buffer.cast("B")
 
+    @property
+    def buffer(self) -> memoryview:
+        """All of it; empty after `close`."""
+        return self._buffer
+
     def view(self, slot: Slot) -> memoryview:
         """The slot's bytes, writable. Valid as long as the slot."""
         assert slot.state is not _FREE, "view of a freed slot"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -62,7 +63,7 @@ def _climb_cells(options: LadderOptions, jobs: int, progress: Progress | None) -
     if not cells:
         known = ", ".join(map(str, _target(options).CELLS[:6]))
         raise ConfigError(f"target {_name(options)} climbs in none of the chosen configurations, but in {known}, ...")
-    for cell in cells:
+    for cell in cells if options.target != "vllm" else ():
         configure(cell, options)
     workload = _workload(options)
     results = []
@@ -92,7 +93,7 @@ def _name(options: LadderOptions) -> str:
 
 def _target(options: LadderOptions) -> Any:
     """The module of `kvcore.ladder.targets`: `CELLS`, `check`, `cells` and `climb_cell`."""
-    name = "stranger" if options.connector else options.target
+    name = "stranger" if options.connector and options.target != "vllm" else options.target
     with _needs(name):
         return importlib.import_module(f"kvcore.ladder.targets.{name}")
 
@@ -136,7 +137,14 @@ def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
         ("--l1", options.l1_bytes),
         ("--l2", options.l2_dir),
         ("--transfer", options.transfer if options.transfer != "worker" else None),
+        ("--model", options.model),
+        ("--connector-config", _quoted(options.connector_config)),
+        ("--engine-config", _quoted(options.engine_config)),
     ):
         parts += [f"{flag} {value}"] if value is not None else []
     parts.append(f"--chunk-tokens {options.chunk_tokens} --requests {options.requests}")
     return " ".join(parts)
+
+
+def _quoted(mapping: Mapping[str, Any]) -> str | None:
+    return shlex.quote(json.dumps(mapping)) if mapping else None

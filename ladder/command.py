@@ -15,11 +15,14 @@ from typing import Any
 from kvcore.cli import parse_bytes
 from kvcore.errors import ConfigError
 from kvcore.ladder.options import (
+    CHUNK_TOKENS,
     REQUESTS,
     STORM_CASES,
     LadderOptions,
     check_cases,
     check_cells,
+    check_mapping,
+    check_model,
     check_rungs,
     check_seed,
     check_storms,
@@ -32,14 +35,17 @@ from kvcore.ladder.swarm.command import check_artifacts
 def register(commands: Any) -> None:
     """Add `ladder` to the command line (entry point `kvcore.commands`)."""
     parser = commands.add_parser("ladder", help="does the cache change any output? Climb the rungs")
-    parser.add_argument("--target", default="sim", help="sim (default) or local")
+    parser.add_argument("--target", default="sim", help="sim (default), local, torch or vllm")
     parser.add_argument("--rungs", default="0-4", metavar="0-4", help="which rungs to climb; 5-8 are the storm rungs")
     parser.add_argument("--seed", default="0", metavar="N")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a Mooncake-format trace (JSON lines)")
     parser.add_argument("--cell", action="append", default=[], metavar="CELL", help="one configuration; repeatable")
     parser.add_argument("--connector", metavar="MOD:CLASS", help="climb with your own connector")
+    parser.add_argument("--connector-config", metavar="JSON", help="its kv_connector_extra_config (target vllm)")
+    parser.add_argument("--engine-config", metavar="JSON", help="arguments for vLLM's LLM (target vllm)")
+    parser.add_argument("--model", metavar="NAME", help="llama, gemma3 or gpt-oss (target vllm)")
     parser.add_argument("--requests", type=int, metavar="N", help="requests per pass (default 120; local 48)")
-    parser.add_argument("--chunk-tokens", type=int, default=16, metavar="N", help="cache chunk size in tokens")
+    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="cache chunk size in tokens (16; vllm 64)")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
     parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
     parser.add_argument("--transfer", default="worker", metavar="WHO", help="who copies KV: worker (default) or server")
@@ -62,7 +68,7 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         seed=check_seed(arguments.seed),
         trace=arguments.trace,
         requests=REQUESTS[target] if arguments.requests is None else arguments.requests,
-        chunk_tokens=arguments.chunk_tokens,
+        chunk_tokens=CHUNK_TOKENS[target] if arguments.chunk_tokens is None else arguments.chunk_tokens,
         l1_bytes=arguments.l1,
         l2_dir=arguments.l2,
         connector=arguments.connector,
@@ -71,6 +77,9 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         cases=check_cases(arguments.cases),
         artifacts=check_artifacts(arguments.artifacts),
         transfer=check_transfer(arguments.transfer),
+        model=check_model(arguments.model, target),
+        connector_config=check_mapping(arguments.connector_config, target, "--connector-config"),
+        engine_config=check_mapping(arguments.engine_config, target, "--engine-config"),
     )
     check_storms(options)
     _check_used(arguments, options)

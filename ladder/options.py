@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.result import expand_rungs, parse_rungs, split_rungs
 from kvcore.service.protocol import Transfer
 
-TARGETS = ("sim", "local", "torch")
-REQUESTS = {"sim": 120, "local": 48, "torch": 40}
+TARGETS = ("sim", "local", "torch", "vllm")
+REQUESTS = {"sim": 120, "local": 48, "torch": 40, "vllm": 40}
 """Requests per pass when nobody says otherwise. Real time is dearer than simulated time."""
+CHUNK_TOKENS = {"sim": 16, "local": 16, "torch": 16, "vllm": 64}
+"""Of the cache, when nobody says otherwise. vLLM has blocks of 32 tokens on a CPU."""
+MODELS = ("llama", "gemma3", "gpt-oss")
+"""Of target vllm."""
 STORM_CASES = 250
 STORM_CASES_MAX = 30_000
 """Cases of each storm rung, besides those that single kinds of faults need."""
@@ -29,7 +34,8 @@ class LadderOptions:
     """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`.
 
     `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
-    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers.
+    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. For target vllm: `model`,
+    `connector_config` (its `kv_connector_extra_config`) and `engine_config` (arguments of `LLM`).
     """
 
     target: str = "sim"
@@ -47,6 +53,9 @@ class LadderOptions:
     cases: int = STORM_CASES
     artifacts: Path | None = None
     transfer: Transfer = "worker"
+    model: str | None = None
+    connector_config: Mapping[str, Any] = field(default_factory=dict)
+    engine_config: Mapping[str, Any] = field(default_factory=dict)
 
     def default_trace(self) -> Path | None:
         """The Mooncake conversation trace, where a checkout has it beside itself; else the generator is used."""
@@ -62,6 +71,32 @@ def check_target(name: str) -> str:
     near = difflib.get_close_matches(name, TARGETS, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"unknown target {name!r}: this version has {', '.join(TARGETS)}{hint}")
+
+
+def check_model(name: str | None, target: str, option: str = "--model") -> str | None:
+    """One of `MODELS`, for the target that has models to choose from."""
+    if name is None:
+        return None
+    if target != "vllm":
+        raise ConfigError(f"{option} is for target vllm; target {target} has a model of its own")
+    if name not in MODELS:
+        raise ConfigError(f"{option}: no model is called {name!r}; there are {', '.join(MODELS)}")
+    return name
+
+
+def check_mapping(text: str | None, target: str, option: str) -> dict[str, Any]:
+    """A JSON object; empty without one."""
+    if text is None:
+        return {}
+    if target != "vllm":
+        raise ConfigError(f"{option} is for target vllm")
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f'{option} takes a JSON object, such as {{"key": 1}}')
+    return found
 
 
 def check_rungs(text: str, option: str = "--rungs") -> tuple[tuple[str, ...], tuple[str, ...]]:

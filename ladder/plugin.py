@@ -24,12 +24,16 @@ _MARKERS = {
     "swarm": "runs many seeds of the simulated world",
     "storm": "climbs the ladder while something is broken on purpose",
     "zoo": "plants a bug and must see it caught",
+    "vllm": "needs vLLM",
 }
 _DEFAULTS = {
     "--ladder-target": "sim",
     "--ladder-rung": "0-4",
     "--ladder-cases": None,
     "--ladder-connector": None,
+    "--ladder-connector-config": None,
+    "--ladder-engine-config": None,
+    "--ladder-model": None,
     "--ladder-trace": None,
     "--sim-seed": "0",
 }
@@ -42,10 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     def add(name: str, metavar: str, text: str) -> None:
         group.addoption(name, default=_DEFAULTS.get(name), metavar=metavar, help=text)
 
-    add("--ladder-target", "NAME", "sim (default) or local")
+    add("--ladder-target", "NAME", "sim (default), local, torch or vllm")
     add("--ladder-rung", "0-4", "which rungs to climb; 5-8 are the storm rungs")
     add("--ladder-cases", "N", "cases of each storm rung (default 250)")
     add("--ladder-connector", "MOD:CLASS", "climb with your own connector")
+    add("--ladder-connector-config", "JSON", "its kv_connector_extra_config (target vllm)")
+    add("--ladder-engine-config", "JSON", "arguments for vLLM's LLM (target vllm)")
+    add("--ladder-model", "NAME", "llama, gemma3 or gpt-oss (target vllm)")
     add("--ladder-trace", "FILE", "Mooncake-format trace to take requests from")
     add("--sim-seed", "N", "seed of the simulated world; the first one of a swarm")
     add("--sim-seeds", "N", f"seeds of the suite's swarm (default {SUITE_SEEDS}, unless --sim-seconds is given)")
@@ -70,9 +77,12 @@ def _options(config: pytest.Config) -> Any:
 
     from kvcore.errors import ConfigError
     from kvcore.ladder.options import (
+        CHUNK_TOKENS,
         REQUESTS,
         LadderOptions,
         check_cases,
+        check_mapping,
+        check_model,
         check_rungs,
         check_seed,
         check_storms,
@@ -83,9 +93,9 @@ def _options(config: pytest.Config) -> Any:
     option = config.getoption
     trace, connector = option("--ladder-trace"), option("--ladder-connector")
     try:
-        if connector is not None:
-            load_connector(connector)
         target = check_target(option("--ladder-target"))
+        if connector is not None and target != "vllm":  # vLLM imports it, after its environment was set
+            load_connector(connector)
         passes, storms = check_rungs(option("--ladder-rung"), "--ladder-rung")
         options = LadderOptions(
             target=target,
@@ -96,6 +106,10 @@ def _options(config: pytest.Config) -> Any:
             requests=REQUESTS[target],
             connector=connector,
             trace=Path(trace) if trace else None,
+            chunk_tokens=CHUNK_TOKENS[target],
+            model=check_model(option("--ladder-model"), target, "--ladder-model"),
+            connector_config=check_mapping(option("--ladder-connector-config"), target, "--ladder-connector-config"),
+            engine_config=check_mapping(option("--ladder-engine-config"), target, "--ladder-engine-config"),
         )
         check_storms(options)
         return options

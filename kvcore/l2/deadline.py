@@ -49,14 +49,24 @@ class _Lookup:
 
 
 class DeadlineAdapter(WrappedAdapter):
-    """`inner` whose calls are late after `deadline_ns`. Made and used on the loop thread."""
+    """`inner` whose calls are late after `deadline_ns`. `work`: the executor that times its blocking work.
 
-    def __init__(self, inner: CountingAdapter, notice_factory: Callable[[], Notice], deadline_ns: int) -> None:
+    Made and used on the loop thread.
+    """
+
+    def __init__(
+        self,
+        inner: CountingAdapter,
+        notice_factory: Callable[[], Notice],
+        deadline_ns: int,
+        work: DeadlineExecutor | None = None,
+    ) -> None:
         if deadline_ns < 1:
             raise CallerError(f"a deadline of {deadline_ns} ns is none")
         super().__init__(inner)
         self.late = 0
         self.lookup_notice = notice_factory()
+        self._work = work
         self._loop = asyncio.get_running_loop()
         self._deadline_s = deadline_ns / _NS_PER_S
         self._lookups: dict[TaskId, _Lookup] = {}
@@ -64,6 +74,11 @@ class DeadlineAdapter(WrappedAdapter):
         self._overdue: dict[TaskId, tuple[ObjectKey, ...]] = {}
         self._closed = False
         inner.lookup_notice.subscribe(self._on_lookups)
+
+    @property
+    def work_late(self) -> int:
+        """Pieces of the store's work that were overdue while nothing ended; 0 where nobody times them."""
+        return self._work.late if self._work is not None else 0
 
     def submit_lookup_and_lock(self, keys: Sequence[ObjectKey]) -> TaskId:
         task = self.inner.submit_lookup_and_lock(keys)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, unique
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Entry:
     evicted: bool = False  # chosen as a victim while it was still good
     reserved_bytes: int = 0  # WRITING only
     deletions_failed: int = 0
-    waiting: list[Any] = field(default_factory=list)  # the adapter's stores that wait for the running work
+    waiting: list[Any] | None = None  # the adapter's stores that wait for the running work; most entries never have one
 
     @property
     def idle(self) -> bool:
@@ -88,7 +88,6 @@ class _Recency:
         self.bytes = 0
         self._per_salt = per_salt
         self._entries: OrderedDict[ObjectKey, Entry] = OrderedDict()
-        self._all = [self._entries]
         self._of_salt: dict[str, OrderedDict[ObjectKey, Entry]] = {}
         self._bytes_of_salt: dict[str, int] = {}
 
@@ -96,25 +95,24 @@ class _Recency:
         return self._entries.get(entry.key) is entry
 
     def add(self, entry: Entry, *, newest: bool) -> None:
-        assert entry.idle
-        assert entry.key not in self._entries
+        key = entry.key
+        assert key not in self._entries
         self.bytes += entry.record_bytes
-        for entries in self._lists(entry):
-            entries[entry.key] = entry  # as the newest one
-            if not newest:
-                entries.move_to_end(entry.key, last=False)
-        self._count(entry, entry.record_bytes)
+        self._entries[key] = entry  # as the newest one
+        if not newest:
+            self._entries.move_to_end(key, last=False)
+        if self._per_salt:
+            self._add_to_salt(entry, newest)
 
     def remove(self, entry: Entry) -> None:
-        if entry not in self:
+        key = entry.key
+        if self._entries.get(key) is not entry:
             return
         self.bytes -= entry.record_bytes
         assert self.bytes >= 0
-        for entries in self._lists(entry):
-            del entries[entry.key]
-        self._count(entry, -entry.record_bytes)
-        if self._per_salt and not self._of_salt[entry.key.cache_salt]:
-            del self._of_salt[entry.key.cache_salt]
+        del self._entries[key]
+        if self._per_salt:
+            self._remove_from_salt(entry)
 
     def oldest(self, salt: str | None = None) -> Entry | None:
         entries = self._entries if salt is None else self._of_salt.get(salt)
@@ -123,14 +121,21 @@ class _Recency:
     def bytes_of(self, salt: str) -> int:
         return self._bytes_of_salt.get(salt, 0)
 
-    def _lists(self, entry: Entry) -> list[OrderedDict[ObjectKey, Entry]]:
-        if not self._per_salt:
-            return self._all
-        return [self._entries, self._of_salt.setdefault(entry.key.cache_salt, OrderedDict())]
+    def _add_to_salt(self, entry: Entry, newest: bool) -> None:
+        salt = entry.key.cache_salt
+        entries = self._of_salt.setdefault(salt, OrderedDict())
+        entries[entry.key] = entry
+        if not newest:
+            entries.move_to_end(entry.key, last=False)
+        _add(self._bytes_of_salt, salt, entry.record_bytes)
 
-    def _count(self, entry: Entry, change_bytes: int) -> None:
-        if self._per_salt:
-            _add(self._bytes_of_salt, entry.key.cache_salt, change_bytes)
+    def _remove_from_salt(self, entry: Entry) -> None:
+        salt = entry.key.cache_salt
+        entries = self._of_salt[salt]
+        del entries[entry.key]
+        if not entries:
+            del self._of_salt[salt]
+        _add(self._bytes_of_salt, salt, -entry.record_bytes)
 
 
 class Index:
@@ -174,7 +179,7 @@ class Index:
         return self._settle(entry)
 
     def begin_load(self, entry: Entry) -> None:
-        assert entry.state in (State.PRESENT, State.DOOMED)
+        assert entry.state is State.PRESENT or entry.state is State.DOOMED
         self._recency.remove(entry)
         entry.loads += 1
 
@@ -195,17 +200,22 @@ class Index:
     def admit(self, key: ObjectKey, payload_bytes: int, record_bytes: int) -> Admission | None:
         """Reserve room for one record, replacing an idle one of the same key. None: no room can be made."""
         old = self._entries.get(key)
-        assert old is None or old in self._recency
-        if not self._can_fit(key.cache_salt, record_bytes):
-            return None
-        victims = self._evict_for(key.cache_salt, record_bytes, old)
-        freed_bytes = sum(victim.record_bytes for victim in victims) if victims else 0
+        victims: tuple[Entry, ...] = ()
+        freed_bytes = 0
+        if old is not None or self._limits is not None or self._over_bytes(record_bytes) > 0:
+            assert old is None or old in self._recency
+            if not self._can_fit(key.cache_salt, record_bytes):
+                return None
+            victims = tuple(self._evict_for(key.cache_salt, record_bytes, old))
+            freed_bytes = sum(victim.record_bytes for victim in victims)
         entry = Entry(key, payload_bytes, record_bytes, State.WRITING)
-        self._reserve(entry, record_bytes - freed_bytes)
+        entry.reserved_bytes = max(0, record_bytes - freed_bytes)
+        self.bytes_reserved += entry.reserved_bytes
         self._entries[key] = entry
-        self._count_salt(entry, record_bytes)
+        if self._limits is not None:
+            self._count_salt(entry, record_bytes)
         self.check_room()
-        return Admission(entry, tuple(victims))
+        return Admission(entry, victims)
 
     def written(self, entry: Entry) -> bool:
         """The record is there, its victims are `deleted`. True: a deletion was asked for meanwhile and may begin."""
@@ -278,7 +288,7 @@ class Index:
         self.bytes_used -= entry.record_bytes
         assert self.bytes_used >= 0
         if successor is not None:
-            self._reserve(successor, successor.reserved_bytes + entry.record_bytes)
+            self._reserve_more(successor, entry.record_bytes)
         if self._entries.get(entry.key) is entry:  # otherwise its successor is being written
             del self._entries[entry.key]
 
@@ -328,9 +338,9 @@ class Index:
 
     def _settle(self, entry: Entry) -> bool:
         """Put an entry that has become idle where victims are found. True: it is doomed."""
-        assert entry.state in (State.PRESENT, State.DOOMED)
         doomed = entry.state is State.DOOMED
-        if not entry.idle:
+        assert doomed or entry.state is State.PRESENT
+        if entry.locks or entry.loads:
             return False
         self._recency.add(entry, newest=not doomed)
         return doomed
@@ -344,8 +354,6 @@ class Index:
         """Choose victims and begin their deletion; `_can_fit` has said that there are enough."""
         victims: list[Entry] = []
         over_bytes = self._over_bytes(bytes_wanted)
-        if old is None and over_bytes <= 0 and self._limits is None:
-            return victims
         if old is not None:
             self.begin_delete(old)
             victims.append(old)
@@ -377,13 +385,14 @@ class Index:
     def _end_reservation(self, entry: Entry) -> None:
         assert entry.state is State.WRITING
         assert self._entries[entry.key] is entry
-        self._reserve(entry, 0)
+        self.bytes_reserved -= entry.reserved_bytes
+        entry.reserved_bytes = 0
 
-    def _reserve(self, entry: Entry, bytes_wanted: int) -> None:
+    def _reserve_more(self, entry: Entry, bytes_freed: int) -> None:
         assert entry.state is State.WRITING
-        bytes_wanted = min(entry.record_bytes, max(0, bytes_wanted))
-        self.bytes_reserved += bytes_wanted - entry.reserved_bytes
-        entry.reserved_bytes = bytes_wanted
+        more_bytes = min(entry.record_bytes - entry.reserved_bytes, bytes_freed)
+        self.bytes_reserved += more_bytes
+        entry.reserved_bytes += more_bytes
 
     def _end_delete(self, entry: Entry) -> None:
         assert entry.state is State.DELETING

@@ -53,10 +53,9 @@ work per batch (its slowest key would hold back all); futures (a result nobody a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import NamedTuple, TypeVar
+from itertools import count, repeat
+from typing import TypeVar
 
 from kvcore.errors import CallerError, StoreError
 from kvcore.keys import ObjectKey
@@ -64,8 +63,9 @@ from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, Task
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
 from kvcore.l2.index import Entry, Index, State
+from kvcore.l2.indexed_tasks import LoadTask, Read, StoreItem, StoreTask, Write, byte_views
 from kvcore.l2.statistics import L2Counts, L2Statistics
-from kvcore.l2.work import SLICE_KEYS, Loaded, WriteOrder, Written, delete_all, read_all, slices, write_all
+from kvcore.l2.work import LOADED, SLICE_KEYS, Loaded, Written, delete_all, read_all, slices, write_all
 from kvcore.ports import Executor, Notice, Outcome
 from kvcore.quota import Quota
 from kvcore.runtime.confined import LoopConfined
@@ -78,43 +78,6 @@ STRONG = LockStrength(LockKind.STRONG)
 
 _BROKEN_OFF = Written(StoreAnswer.FAILED, 0, StoreError("the work broke off"), unknown=True)
 _NOT_LOADED = Loaded(error=StoreError("the work broke off"))
-
-
-@dataclass(slots=True, eq=False)
-class _StoreTask:
-    task: TaskId
-    answers: list[StoreAnswer | None]
-    unanswered: int
-
-
-@dataclass(slots=True, eq=False)
-class _LoadTask:
-    task: TaskId
-    unanswered: int
-    bits: int = 0
-
-
-class _StoreItem(NamedTuple):
-    """One key of one store batch."""
-
-    batch: _StoreTask
-    position: int
-    key: ObjectKey
-    payload: memoryview
-    record_bytes: int
-
-
-class _Write(NamedTuple):
-    item: _StoreItem
-    entry: Entry
-    victims: tuple[Entry, ...]
-
-
-class _Read(NamedTuple):
-    batch: _LoadTask
-    position: int
-    entry: Entry
-    into: memoryview
 
 
 class IndexedAdapter:
@@ -189,12 +152,12 @@ class IndexedAdapter:
     # --- store -------------------------------------------------------------------------------------------------
 
     def submit_store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
-        views = _views(keys, buffers, writable=False)
+        views = byte_views(keys, buffers, writable=False)
         sizes = [self._backend.record_bytes(key, len(view)) for key, view in zip(keys, views)]
-        batch = _StoreTask(self._begin_task(), [None] * len(keys), len(keys))
-        writes: list[_Write] = []
+        batch = StoreTask(self._begin_task(), [None] * len(keys), len(keys))
+        writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
-            self._store(_StoreItem(batch, position, key, view, size), writes)
+            self._store(StoreItem(batch, position, key, view, size), writes)
             if len(writes) == SLICE_KEYS:  # threads begin while the rest is being admitted
                 self._launch_writes(writes)
                 writes = []
@@ -208,13 +171,13 @@ class IndexedAdapter:
         done, self._stores_done = self._stores_done, {}
         return done
 
-    def _store(self, item: _StoreItem, writes: list[_Write]) -> None:
+    def _store(self, item: StoreItem, writes: list[Write]) -> None:
         """Steps 1 to 4 of the module text; appends to `writes` what has to be written."""
         entry = self._index.get(item.key)
         if entry is None:
             self._admit(item, writes)
-        elif entry.state in (State.WRITING, State.DELETING):
-            entry.waiting.append(item)
+        elif entry.state is State.WRITING or entry.state is State.DELETING:
+            entry.waiting = [*(entry.waiting or ()), item]
         elif entry.state is State.PRESENT and entry.payload_bytes == len(item.payload):
             self._index.touch(entry)
             self._answer(item, StoreAnswer.PRESENT)
@@ -223,81 +186,97 @@ class IndexedAdapter:
         else:
             self._answer(item, StoreAnswer.RETRY)
 
-    def _admit(self, item: _StoreItem, writes: list[_Write]) -> None:
-        old = self._index.visible(item.key)
+    def _admit(self, item: StoreItem, writes: list[Write]) -> None:
+        replaces = self._index.visible(item.key) is not None
         admission = self._index.admit(item.key, len(item.payload), item.record_bytes)
         if admission is None:
             self._answer(item, StoreAnswer.FULL)
             return
-        self._counts.defects[Defect.OTHER_SIZE] += old is not None
-        writes.append(_Write(item, admission.entry, admission.victims))
+        if replaces:
+            self._counts.defects[Defect.OTHER_SIZE] += 1
+        writes.append(Write(item, admission.entry, admission.victims))
 
-    def _launch_writes(self, writes: list[_Write]) -> None:
+    def _launch_writes(self, writes: list[Write]) -> None:
         for piece, piece_bytes in slices(writes, [len(write.item.payload) for write in writes]):
-            orders = [WriteOrder(write.item.key, write.item.payload, _keys_of(write.victims)) for write in piece]
-            self._submit(partial(write_all, self._backend, orders), partial(self._writes_ended, piece), piece_bytes)
+            orders = [(write.item.key, write.item.payload) for write in piece]
+            victims = {place: _keys_of(write.victims) for place, write in enumerate(piece) if write.victims}
+            work = partial(write_all, self._backend, orders, victims)
+            self._submit(work, partial(self._writes_ended, piece), piece_bytes)
 
-    def _writes_ended(self, piece: list[_Write], results: list[Written] | None) -> None:
-        more: list[_Write] = []
+    def _writes_ended(self, piece: list[Write], results: list[Written] | None) -> None:
+        more: list[Write] = []
         gone: list[Entry] = []
-        for position, write in enumerate(piece):
-            result = _BROKEN_OFF if results is None else results[position]
-            self._settle_write(write, result, gone)
-            self._answer(write.item, result.answer)
-            self._wake(write.entry, result.answer, more)
-            for victim in write.victims:
+        stored = 0
+        for write, result in zip(piece, repeat(_BROKEN_OFF) if results is None else results):
+            item, entry, victims = write
+            answer = result.answer
+            if answer is StoreAnswer.STORED:
+                self._settle_stored(write, gone)
+                stored += 1
+            else:
+                self._settle_failed(write, result, gone)
+                self._counts.answers[answer] += 1
+            self._set_answer(item, answer)
+            if entry.waiting:
+                self._wake(entry, answer, more)
+            for victim in victims:
                 self._restart(victim, more)
+        self._counts.answers[StoreAnswer.STORED] += stored
         self._launch_writes(more)
         self._launch_deletes(gone)
 
-    def _settle_write(self, write: _Write, result: Written, gone: list[Entry]) -> None:
+    def _settle_stored(self, write: Write, gone: list[Entry]) -> None:
         """Bring the index up to date with what the work has done, victims first."""
+        for victim in write.victims:
+            self._count_removal(victim)
+            self._index.deleted(victim, write.entry)
+        self._counts.bytes_in += write.entry.payload_bytes
+        if self._index.written(write.entry):
+            self._retire(write.entry, gone)
+
+    def _settle_failed(self, write: Write, result: Written, gone: list[Entry]) -> None:
         self._counts.io_errors += result.error is not None
-        kept = write.victims
-        if kept:
-            for victim in kept[: result.victims_deleted]:
-                self._count_removal(victim)
-                self._index.deleted(victim, write.entry)
-            kept = kept[result.victims_deleted :]
-        if result.answer is StoreAnswer.STORED:
-            assert not kept
-            self._counts.bytes_in += len(write.item.payload)
-            if self._index.written(write.entry):
-                self._retire(write.entry, gone)
-        elif result.unknown:
+        kept = write.victims[result.victims_deleted :]
+        for victim in write.victims[: result.victims_deleted]:
+            self._count_removal(victim)
+            self._index.deleted(victim, write.entry)
+        if result.unknown:
             for entry in self._index.perhaps_written(write.entry, kept):
                 self._retire(entry, gone)
-        else:
-            self._index.not_written(write.entry)
-            for victim in kept:
-                self._index.not_deleted(victim)
+            return
+        self._index.not_written(write.entry)
+        for victim in kept:
+            self._index.not_deleted(victim)
 
-    def _wake(self, entry: Entry, answer: StoreAnswer, more: list[_Write]) -> None:
+    def _wake(self, entry: Entry, answer: StoreAnswer, more: list[Write]) -> None:
         """Stores that waited for this work: look again after success, share the answer of a failure."""
         if answer is StoreAnswer.STORED:
             self._restart(entry, more)
             return
-        waiting, entry.waiting = entry.waiting, []
-        for item in waiting:
+        waiting, entry.waiting = entry.waiting, None
+        for item in waiting or ():
             self._answer(item, answer)
 
-    def _restart(self, entry: Entry, more: list[_Write]) -> None:
-        if not entry.waiting:
-            return
-        waiting, entry.waiting = entry.waiting, []
-        for item in waiting:
+    def _restart(self, entry: Entry, more: list[Write]) -> None:
+        waiting, entry.waiting = entry.waiting, None
+        for item in waiting or ():
             self._store(item, more)
 
-    def _answer(self, item: _StoreItem, answer: StoreAnswer) -> None:
-        batch = item.batch
-        assert batch.answers[item.position] is None, "each key of a batch is answered once"
-        batch.answers[item.position] = answer
-        batch.unanswered -= 1
+    def _answer(self, item: StoreItem, answer: StoreAnswer) -> None:
         self._counts.answers[answer] += 1
+        self._set_answer(item, answer)
+
+    def _set_answer(self, item: StoreItem, answer: StoreAnswer) -> None:
+        """An answer that has been counted, or will be before this call into the adapter ends."""
+        batch = item.batch
+        answers = batch.answers
+        assert answers[item.position] is None, "each key of a batch is answered once"
+        answers[item.position] = answer
+        batch.unanswered -= 1
         if batch.unanswered == 0:
             self._complete_store(batch)
 
-    def _complete_store(self, batch: _StoreTask) -> None:
+    def _complete_store(self, batch: StoreTask) -> None:
         answers = [answer for answer in batch.answers if answer is not None]
         assert len(answers) == len(batch.answers)
         self._stores_done[batch.task] = answers
@@ -306,15 +285,15 @@ class IndexedAdapter:
     # --- load --------------------------------------------------------------------------------------------------
 
     def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
-        views = _views(keys, buffers, writable=True)
-        batch = _LoadTask(self._begin_task(), 1)  # this call itself: what ends meanwhile completes nothing
+        views = byte_views(keys, buffers, writable=True)
+        batch = LoadTask(self._begin_task(), 1)  # this call itself: what ends meanwhile completes nothing
         gone: list[Entry] = []
-        reads: list[_Read] = []
+        reads: list[Read] = []
         for position, (key, view) in enumerate(zip(keys, views)):
             entry = self._loadable(key, view, gone)
             if entry is not None:
                 self._index.begin_load(entry)
-                reads.append(_Read(batch, position, entry, view))
+                reads.append(Read(batch, position, entry, view))
                 batch.unanswered += 1
                 if len(reads) == SLICE_KEYS:
                     self._launch_reads(reads)
@@ -331,44 +310,49 @@ class IndexedAdapter:
 
     def _loadable(self, key: ObjectKey, into: memoryview, gone: list[Entry]) -> Entry | None:
         entry = self._index.get(key)
-        if entry is None or entry.state in (State.WRITING, State.DELETING) or entry.broken:
+        if entry is None or entry.broken:
+            return None
+        present = entry.state is State.PRESENT
+        if not present and entry.state is not State.DOOMED:
             return None
         if entry.payload_bytes == len(into):
             # A doomed record that is idle is one whose deletion failed: it may be half gone.
-            return entry if entry.state is State.PRESENT or not entry.idle else None
-        if entry.state is State.PRESENT:
+            return entry if present or not entry.idle else None
+        if present:
             self._counts.defects[Defect.OTHER_SIZE] += 1
             self._doom(entry, gone)
         return None
 
-    def _launch_reads(self, reads: list[_Read]) -> None:
+    def _launch_reads(self, reads: list[Read]) -> None:
         for piece, piece_bytes in slices(reads, [len(read.into) for read in reads]):
             orders = [(read.entry.key, read.into) for read in piece]
             self._submit(partial(read_all, self._backend, orders), partial(self._reads_ended, piece), piece_bytes)
 
-    def _reads_ended(self, piece: list[_Read], results: list[Loaded] | None) -> None:
+    def _reads_ended(self, piece: list[Read], results: list[Loaded] | None) -> None:
         gone: list[Entry] = []
-        for position, read in enumerate(piece):
-            result = _NOT_LOADED if results is None else results[position]
-            self._settle_read(read, result, gone)
-            self._read_answered(read.batch)
+        hits = hit_bytes = 0
+        for (batch, position, entry, _), result in zip(piece, repeat(_NOT_LOADED) if results is None else results):
+            if result is LOADED:
+                batch.bits |= 1 << position
+                hits += 1
+                hit_bytes += entry.payload_bytes
+            if self._index.end_load(entry):
+                self._retire(entry, gone)
+            if result is not LOADED:
+                self._settle_failed_read(entry, result, gone)
+            self._read_answered(batch)
+        self._counts.load_hits += hits
+        self._counts.bytes_out += hit_bytes
         self._launch_deletes(gone)
 
-    def _settle_read(self, read: _Read, result: Loaded, gone: list[Entry]) -> None:
-        entry = read.entry
+    def _settle_failed_read(self, entry: Entry, result: Loaded, gone: list[Entry]) -> None:
         self._counts.io_errors += result.error is not None
-        if result.ok:
-            read.batch.bits |= 1 << read.position
-            self._counts.load_hits += 1
-            self._counts.bytes_out += len(read.into)
-        if self._index.end_load(entry):
-            self._retire(entry, gone)
         if result.defect is not None and not entry.broken:
             entry.broken = True
             self._counts.defects[result.defect] += 1
             self._doom(entry, gone)
 
-    def _read_answered(self, batch: _LoadTask) -> None:
+    def _read_answered(self, batch: LoadTask) -> None:
         batch.unanswered -= 1
         if batch.unanswered == 0:
             self._loads_done[batch.task] = batch.bits
@@ -404,7 +388,7 @@ class IndexedAdapter:
             self._submit(partial(delete_all, self._backend, keys), partial(self._deletes_ended, piece), 0)
 
     def _deletes_ended(self, piece: list[Entry], errors: list[Exception | None] | None) -> None:
-        more: list[_Write] = []
+        more: list[Write] = []
         again: list[Entry] = []
         for position, entry in enumerate(piece):
             if errors is not None and errors[position] is None:
@@ -512,16 +496,4 @@ class IndexedAdapter:
 
 
 def _keys_of(entries: tuple[Entry, ...]) -> tuple[ObjectKey, ...]:
-    return tuple(entry.key for entry in entries) if entries else ()
-
-
-def _views(keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
-    """The buffers as contiguous bytes; CallerError for anything that cannot be read or filled as such."""
-    if len(keys) != len(buffers):
-        raise CallerError(f"{len(keys)} keys but {len(buffers)} buffers")
-    for buffer in buffers:
-        if not isinstance(buffer, memoryview) or not buffer.c_contiguous:
-            raise CallerError("buffers are contiguous memoryviews")
-        if writable and buffer.readonly:
-            raise CallerError("a buffer to load into must be writable")
-    return [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
+    return tuple(entry.key for entry in entries)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from kvcore.errors import KvcoreError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Adapter, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.guards import GuardStatistics, guard_statistics
 from kvcore.l2.statistics import L2Statistics
 from kvcore.l2.wrapped import CountingAdapter
 from kvcore.l2.wrapped_backend import AnyBackend
@@ -114,6 +115,10 @@ class LateAdapter:
     def statistics(self) -> L2Statistics | None:
         """The store's own; None while it is away."""
         return self._inner.statistics() if self._inner is not None else None
+
+    def guards(self) -> GuardStatistics | None:
+        """What stands around it has seen; None while it is away."""
+        return guard_statistics(self._inner) if self._inner is not None else None
 
     def close(self) -> None:
         self._closed = True

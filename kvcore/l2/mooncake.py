@@ -98,10 +98,10 @@ class MooncakeBackend:
         return envelope.record_bytes(key, payload_bytes)
 
     def register_region(self, region: memoryview) -> None:
-        """Buffers inside `region` (the arena) are used as they lie. It stays mapped until the backend is closed."""
+        """Buffers inside `region` (the arena) are used as they lie. It is held until the client has ended."""
         self._regions.append(region)
         if self._client is not None:
-            self._client.register_region(pointer(region), region.nbytes)
+            self._client.register_region(region)
 
     def open(self) -> None:
         """One at a time. It may take seconds, so `close` does not wait for it: then this one ends its client itself."""
@@ -111,11 +111,12 @@ class MooncakeBackend:
             client = MooncakeClient(self._options)
             self._client = client
             for region in list(self._regions):
-                client.register_region(pointer(region), region.nbytes)
+                client.register_region(region)
         self._end_if_closed()
 
     def close(self) -> None:
         self._closed = True
+        self._regions.clear()  # the client holds those that it knows
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:

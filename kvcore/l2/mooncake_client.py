@@ -12,8 +12,8 @@ Mooncake's Python calls never raise: they answer numbers, and negative ones are 
  4. Memory that is not registered works over TCP by luck and fails over RDMA. Regions of the caller are registered once
     (`register_region`); for other buffers there are registered frames, at the price of a copy.
 
-Who holds: the frames and the native client belong to this object; a region is the caller's and must stay mapped until
-`close` has let the last call out. Nothing here announces anything. Any thread may call, several at once; the GIL is
+Who holds: the frames and the native client belong to this object; a region is the caller's, and this object holds a
+view of it, so that it stays mapped, until `close` has let the last call out. Nothing here announces anything. Any thread may call, several at once; the GIL is
 released in all native calls.
 """
 
@@ -141,6 +141,7 @@ class MooncakeClient:
         self._config.replica_num = options.replicas
         self._gate = CallGate("the Mooncake client", self._end)
         self._regions: list[tuple[int, int]] = []  # (first address, first address behind); replaced, never changed
+        self._held: list[memoryview] = []  # what lies there
         self._frames: deque[npt.NDArray[np.uint8]] = deque()  # free ones, the last used last
         self._owned: list[npt.NDArray[np.uint8]] = []  # all frames: they stay mapped until the native end
         self._set_up(options, ours)
@@ -175,15 +176,17 @@ class MooncakeClient:
 
     # --- memory --------------------------------------------------------------------------------------------------
 
-    def register_region(self, first: int, length: int) -> None:
-        """By one thread at a time. A region that is known already is fine."""
+    def register_region(self, region: memoryview) -> None:
+        """By one thread at a time. A region that is known already is fine. It is held until the native end."""
+        first, length = pointer(region), region.nbytes
         if self.is_registered(first, length):
             return
         with self._gate.call():
             code = self._native.register_buffer(first, length)
-        if code != 0:
-            raise failure(code, f"register {length} bytes of memory")
-        self._regions = sorted([*self._regions, (first, first + length)])
+            if code != 0:
+                raise failure(code, f"register {length} bytes of memory")
+            self._held.append(region)
+            self._regions = sorted([*self._regions, (first, first + length)])
 
     def is_registered(self, first: int, length: int) -> bool:
         regions = self._regions
@@ -242,7 +245,12 @@ class MooncakeClient:
         in_background(self._end_native, "kvcore-mooncake-end")
 
     def _end_native(self) -> None:
+        """After the last call: the client forgets the regions, and only then may they be unmapped."""
+        regions, self._regions = self._regions, []
+        for first, _ in regions:
+            self._native.unregister_buffer(first)
         self._native.close()
+        self._held.clear()
         self._owned.clear()
 
 

@@ -15,11 +15,11 @@ giving it up would leave NIXL writing into memory that the caller uses for somet
 Copies between the caller's buffer and the file: none where the buffer lies in a region given to `register_region`, one
 through a registered frame elsewhere; the kernel's own copy to the page cache comes on top in both cases.
 
-Limits: POSIX alone; NIXL's UCX and OBJ plugins are not offered as stores. Regions must stay mapped until the process
-ends. No bound on the time of a call (put a deadline and a breaker around the adapter). The package logs
+Limits: POSIX alone; NIXL's UCX and OBJ plugins are not offered as stores. No bound on the time of a call (put a deadline and a breaker around the adapter). The package logs
 to stdout from INFO on; it is set to WARNING here unless NIXL_LOG_LEVEL says otherwise.
 
-Who holds: agents and frames belong to this backend; buffers stay the caller's. Records belong to the directory.
+Who holds: agents and frames belong to this backend; buffers stay the caller's. Records belong to the directory. A
+region is held, and so stays mapped, until `close` and the end of each agent's last transfer; the agent forgets it then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,14 @@ class _Span:
         return self.first <= other.first and other.first + other.length <= self.first + self.length
 
 
+class _Known(NamedTuple):
+    """A region as an agent knows it. The view keeps it mapped."""
+
+    place: _Span
+    view: memoryview
+    registration: Any
+
+
 class _Agent:
     """One NIXL agent with its frame. Used by one thread at a time."""
 
@@ -85,16 +93,22 @@ class _Agent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._native = api.nixl_agent(name, config)
         self._native.create_backend("POSIX", dict(ENGINES[engine]))
-        self._regions: list[_Span] = []
+        self._regions: list[_Known] = []
         self._frames: list[np.ndarray[Any, Any]] = []  # the last one is in use; the others stay mapped
 
-    def registered(self, view: memoryview, regions: Sequence[_Span]) -> bool:
+    def registered(self, view: memoryview, regions: Sequence[memoryview]) -> bool:
         """Whether the view lies in one of `regions`, all of which are made known to this agent first."""
         for region in regions[len(self._regions) :]:
-            self._native.register_memory([(region.first, region.length, 0, "")], "DRAM")
-            self._regions.append(region)
+            place = _Span.of(region)
+            known = self._native.register_memory([(place.first, place.length, 0, "")], "DRAM")
+            self._regions.append(_Known(place, region, known))
         span = _Span.of(view)
-        return any(region.holds(span) for region in self._regions)
+        return any(known.place.holds(span) for known in self._regions)
+
+    def forget_regions(self) -> None:
+        """No transfer runs, and none begins any more."""
+        while self._regions:
+            self._native.deregister_memory(self._regions.pop().registration)
 
     def frame(self, length: int) -> memoryview:
         if not self._frames or len(self._frames[-1]) < length:
@@ -143,7 +157,8 @@ class NixlBackend(FsBackend):
         self._options = options
         self._agent_numbers = count(1)
         self._idle: deque[_Agent] = deque()
-        self._regions: list[_Span] = []
+        self._regions: list[memoryview] = []
+        self._closed = False
 
     def open(self) -> None:
         """As `fs`; and NIXL is there with its POSIX plugin, or ConfigError."""
@@ -152,7 +167,14 @@ class NixlBackend(FsBackend):
 
     def register_region(self, region: memoryview) -> None:
         """Buffers inside `region` (the arena) are used as they lie."""
-        self._regions.append(_Span.of(region))
+        self._regions.append(region)
+
+    def close(self) -> None:
+        """Agents that are in use forget their regions when they come back."""
+        super().close()
+        self._closed = True
+        self._regions.clear()
+        self._forget_regions()
 
     def _put(self, temporary: str, path: str, parts: list[memoryview]) -> None:
         try:
@@ -234,6 +256,14 @@ class NixlBackend(FsBackend):
             yield agent
         finally:
             self._idle.append(agent)
+            if self._closed:  # by now: `close` may have looked before it came
+                self._forget_regions()
+
+    def _forget_regions(self) -> None:
+        """Each agent is taken by one thread alone."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().forget_regions()
 
     def _new_agent(self) -> _Agent:
         try:

@@ -50,6 +50,7 @@ from kvcore.l2.open_options import CommonOptions, check_known, codecs_of, fault_
 from kvcore.l2.open_schemes import SCHEMES, build_options, option_fields, parse_option
 from kvcore.l2.retry import RetryAdapter, RetryOptions
 from kvcore.l2.shared import SharedAdapter
+from kvcore.l2.shared_backend import RegionBackend
 from kvcore.l2.wrapped import CountingAdapter
 from kvcore.l2.wrapped_backend import AnyBackend, is_exclusive, is_shared, opened
 from kvcore.ports import Clock, Executor, Notice
@@ -85,13 +86,20 @@ class StoreSpec:
         """What payloads go through, in this order. ConfigError: a key file or a library is missing."""
         return codecs_of(self.common)
 
-    def open_backend(self) -> AnyBackend:
-        """The store, opened, behind its codecs. Blocking. ConfigError: never; StoreError, OSError: not now."""
+    def open_backend(self, region: memoryview | None = None) -> AnyBackend:
+        """The store, opened, behind its codecs. Blocking. ConfigError: never; StoreError, OSError: not now.
+
+        `region`: the memory in which callers' buffers lie, for stores that then need no copy. With a codec between,
+        the store sees only the codec's own memory, so the region is not made known.
+        """
         backend = self.unopened()
+        codecs = self.codecs()
+        if region is not None and not codecs and isinstance(backend, RegionBackend):
+            backend.register_region(region)
         plan = fault_plan(self.common)
         if plan is not None:
             backend = faulty_backend(backend, plan)
-        for codec in reversed(self.codecs()):
+        for codec in reversed(codecs):
             backend = coded(backend, codec)
         return opened(backend)
 
@@ -128,7 +136,7 @@ class _Guarded:
         if self._plan is not None:
             adapter = FaultyAdapter(adapter, self._plan)
         if self._deadline_ns:
-            adapter = DeadlineAdapter(adapter, self._notice_factory, self._deadline_ns)
+            adapter = DeadlineAdapter(adapter, self._notice_factory, self._deadline_ns, self._timed)
 
         def failures_seen() -> int:
             return bottom.statistics().io_errors + (self._timed.late if self._timed is not None else 0)
@@ -162,10 +170,14 @@ def open_adapter(
     notice_factory: Callable[[], Notice],
     clock: Clock,
     quota: Quota | None = None,
+    region: memoryview | None = None,
 ) -> CountingAdapter:
-    """The adapter that `url` names, opened. ConfigError: one line that says what is wrong with it. Blocking."""
+    """The adapter that `url` names, opened. ConfigError: one line that says what is wrong with it. Blocking.
+
+    `region`: see `StoreSpec.open_backend`.
+    """
     spec = parse_store(url)
-    backend = spec.open_backend()
+    backend = spec.open_backend(region)
     try:
         return spec.build(backend, executor=executor, notice_factory=notice_factory, clock=clock, quota=quota)
     except BaseException:

@@ -12,6 +12,7 @@ Rules for every backend
 * Results are per key and in the order of the keys; one key's error says nothing about its neighbours. An exception
   in a result list is an `OSError` or a `StoreError`; so is what a method raises for a whole batch, which the adapter
   counts for each of its keys. No client library's own type comes out (it is the `__cause__`), no text has a secret.
+* A store whose client moves bytes without a copy only from and into memory that it was told of is a `RegionBackend`.
 * Every wait on the outer world has a bound (a socket timeout): a thread that hangs for ever is a thread lost.
 
 Who holds the memory: the caller's buffers stay the caller's; a backend uses them only inside the call. After a call
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Usage, LockStrength, StoreAnswer
@@ -104,4 +105,17 @@ class SharedBackend(Protocol):
 
     def close(self) -> None:
         """Begin no more work and free what is idle now, the rest as running calls end. Never blocks for long."""
+        ...
+
+
+@runtime_checkable
+class RegionBackend(Protocol):
+    """A backend whose client moves bytes without a copy where they lie in memory that it knows."""
+
+    def register_region(self, region: memoryview) -> None:
+        """Make `region` (the arena) known, before `open` or after it. StoreError: the client refuses.
+
+        The backend holds the view, so what is behind it stays mapped. It lets go by itself: after `close`, when no
+        call of the client runs any more, the client forgets the region first.
+        """
         ...

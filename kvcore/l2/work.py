@@ -11,8 +11,8 @@ it was promised.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeGuard, TypeVar
 
 from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
@@ -22,18 +22,14 @@ from kvcore.l2.envelope import Defect
 
 T = TypeVar("T")
 
+Order = tuple[ObjectKey, memoryview]
+
 SLICE_BYTES = 4 * 1024 * 1024
 SLICE_KEYS = 32
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FOR_GOOD = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.ENOTDIR})
 _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
-
-
-class WriteOrder(NamedTuple):
-    key: ObjectKey
-    payload: memoryview
-    victims: tuple[ObjectKey, ...]
 
 
 class Written(NamedTuple):
@@ -44,30 +40,34 @@ class Written(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """`defect` and `error` both None: the buffer holds the payload. Only `error`: we failed, the record may be fine."""
+    """`LOADED`, or why not. Only `error`: we failed, the record may be fine."""
 
     defect: Defect | None = None
     error: Exception | None = None
 
-    @property
-    def ok(self) -> bool:
-        return self.defect is None and self.error is None
 
+LOADED = Loaded()
+"""The buffer holds the payload. The only value without defect and error, so `is` tells it from all others."""
 
 _STORED = Written(StoreAnswer.STORED, 0)
-_LOADED = Loaded()
+_CLEAR: tuple[int, Exception | None] = (0, None)
 
 
-def write_all(backend: Backend, orders: Sequence[WriteOrder]) -> list[Written]:
-    if len(orders) > 1 and isinstance(backend, BatchBackend):
-        return _write_many(backend, orders)
-    return [_write(backend, order) for order in orders]
+def write_all(backend: Backend, orders: Sequence[Order], victims: Mapping[int, Sequence[ObjectKey]]) -> list[Written]:
+    """`victims`: what must go before the order at a place, for the places that have some."""
+    if len(orders) > 1 and _moves_many(backend):
+        return _write_many(backend, orders, victims)
+    return [_write(backend, key, payload, victims.get(place, ())) for place, (key, payload) in enumerate(orders)]
 
 
-def read_all(backend: Backend, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Loaded]:
-    if len(orders) > 1 and isinstance(backend, BatchBackend):
+def read_all(backend: Backend, orders: Sequence[Order]) -> list[Loaded]:
+    if len(orders) > 1 and _moves_many(backend):
         return _read_many(backend, orders)
     return [_read(backend, key, into) for key, into in orders]
+
+
+def _moves_many(backend: Backend) -> TypeGuard[BatchBackend]:
+    return hasattr(backend, "write_many")  # `isinstance` of a protocol costs as much as moving a small record
 
 
 def delete_all(backend: Backend, keys: Sequence[ObjectKey]) -> list[Exception | None]:
@@ -89,31 +89,40 @@ def slices(orders: Sequence[T], sizes_bytes: Sequence[int]) -> Iterator[tuple[li
         yield piece, piece_bytes
 
 
-def _write(backend: Backend, order: WriteOrder) -> Written:
-    deleted, error = _delete_victims(backend, order)
+def _write(backend: Backend, key: ObjectKey, payload: memoryview, victims: Sequence[ObjectKey]) -> Written:
+    deleted, error = _delete_victims(backend, victims)
     if error is None:
         try:
-            backend.write(order.key, order.payload)
+            backend.write(key, payload)
         except Exception as failure:  # also a bug in a backend must not lose the other keys' results
             error = failure
     return _written(deleted, error)
 
 
-def _write_many(backend: BatchBackend, orders: Sequence[WriteOrder]) -> list[Written]:
+def _write_many(
+    backend: BatchBackend, orders: Sequence[Order], victims: Mapping[int, Sequence[ObjectKey]]
+) -> list[Written]:
     """All victims first, so that their room can be taken in one piece."""
-    cleared = [_delete_victims(backend, order) for order in orders]
-    ready = [(order.key, order.payload) for order, (_, error) in zip(orders, cleared) if error is None]
+    cleared = {place: _delete_victims(backend, keys) for place, keys in victims.items()}
+    held_up = {place for place, (_, error) in cleared.items() if error is not None}
+    ready = [order for place, order in enumerate(orders) if place not in held_up] if held_up else orders
     try:
         errors = iter(backend.write_many(ready))
     except Exception as failure:
         errors = iter([failure] * len(ready))
-    return [_written(deleted, next(errors) if error is None else error) for deleted, error in cleared]
+    if not cleared:
+        return [_STORED if error is None else _written(0, error) for error in errors]
+    results: list[Written] = []
+    for place in range(len(orders)):
+        deleted, error = cleared.get(place, _CLEAR)
+        results.append(_written(deleted, next(errors) if error is None else error))
+    return results
 
 
-def _delete_victims(backend: Backend, order: WriteOrder) -> tuple[int, Exception | None]:
+def _delete_victims(backend: Backend, victims: Sequence[ObjectKey]) -> tuple[int, Exception | None]:
     deleted = 0
     try:
-        for victim in order.victims:
+        for victim in victims:
             backend.delete(victim)
             deleted += 1
     except Exception as error:
@@ -130,17 +139,18 @@ def _written(deleted: int, error: Exception | None) -> Written:
 
 def _read(backend: Backend, key: ObjectKey, into: memoryview) -> Loaded:
     try:
-        return Loaded(backend.read(key, into))
+        defect = backend.read(key, into)
     except Exception as error:
         return _not_loaded(error)
+    return LOADED if defect is None else Loaded(defect)
 
 
-def _read_many(backend: BatchBackend, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Loaded]:
+def _read_many(backend: BatchBackend, orders: Sequence[Order]) -> list[Loaded]:
     try:
         results = backend.read_many(orders)
     except Exception as error:
         return [_not_loaded(error)] * len(orders)
-    return [_LOADED if result is None else _loaded(result) for result in results]
+    return [LOADED if result is None else _loaded(result) for result in results]
 
 
 def _loaded(result: Defect | Exception) -> Loaded:

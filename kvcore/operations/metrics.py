@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvcore.l2.breaker import BreakerState
 from kvcore.service.host import HostStatistics
 
 Labels = tuple[str, ...]
@@ -71,6 +72,24 @@ def _stores(name: str) -> Read:
 def _defects(state: HostStatistics) -> Mapping[Labels, float]:
     kinds = ("short", "torn", "long", "foreign", "stale_version", "flipped", "other_size", "missing", "unreadable")
     return {(store, kind): float(getattr(found, kind)) for store, found in state.adapters.items() for kind in kinds}
+
+
+def _guards(name: str) -> Read:
+    """A number of what stands around every L2 adapter that is there, by the store's name."""
+
+    def read(state: HostStatistics) -> Mapping[Labels, float]:
+        return {(store,): float(getattr(found, name)) for store, found in state.guards.items()}
+
+    return read
+
+
+def _breaker_states(state: HostStatistics) -> Mapping[Labels, float]:
+    """Exactly one of a store's states is 1."""
+    return {
+        (store, one.value): float(found.breaker_state == one.value)
+        for store, found in state.guards.items()
+        for one in BreakerState
+    }
 
 
 def _away(state: HostStatistics) -> Mapping[Labels, float]:
@@ -300,6 +319,62 @@ METRICS: tuple[Metric, ...] = (
         "Records that were not what they should be, by kind",
         _defects,
         ("store", "kind"),
+    ),
+    Metric(
+        "kvcore_l2_breaker_state",
+        "gauge",
+        "1",
+        "1 for the state that the store's circuit breaker is in: closed, open or half_open",
+        _breaker_states,
+        ("store", "state"),
+    ),
+    Metric(
+        "kvcore_l2_breaker_opened_total",
+        "counter",
+        "openings",
+        "Times the breaker has opened, failed probes included",
+        _guards("breaker_opened"),
+        ("store",),
+    ),
+    Metric(
+        "kvcore_l2_breaker_refused_total",
+        "counter",
+        "calls",
+        "Calls that an open breaker has refused at once",
+        _guards("breaker_refused"),
+        ("store",),
+    ),
+    Metric(
+        "kvcore_l2_breaker_probes_total",
+        "counter",
+        "calls",
+        "Calls let through to see whether the store is back",
+        _guards("breaker_probes"),
+        ("store",),
+    ),
+    Metric(
+        "kvcore_l2_deadlines_lookups_total",
+        "counter",
+        "lookups",
+        "Lookups answered with nothing at the store's deadline",
+        _guards("lookups_late"),
+        ("store",),
+    ),
+    Metric(
+        "kvcore_l2_deadlines_work_total",
+        "counter",
+        "calls",
+        "Blocking calls overdue while the store hung",
+        _guards("work_late"),
+        ("store",),
+    ),
+    Metric(
+        "kvcore_l2_retried_total",
+        "counter",
+        "keys",
+        "Keys asked for again after a failure",
+        _guards("keys_retried"),
+        ("store",),
     ),
 )
 """Every metric there is, in the order of a request's way."""

@@ -31,6 +31,7 @@ from pathlib import Path
 from kvcore.errors import CallerError, ConfigError
 from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.l1 import L1Cache
+from kvcore.l2.guards import GuardStatistics
 from kvcore.l2.late import LateAdapter
 from kvcore.l2.open import StoreSpec, parse_store
 from kvcore.l2.statistics import L2Statistics
@@ -68,7 +69,7 @@ _log = logging.getLogger("kvcore.server")
 class HostStatistics:
     """`storage` and `server` are None until an engine has come. `stores_away`: configured, and never there yet.
 
-    `adapters`: what each store that is there has counted.
+    `adapters` and `guards`: what each store that is there, and what stands around it, has counted.
     """
 
     address: str
@@ -76,6 +77,7 @@ class HostStatistics:
     stores: tuple[str, ...]
     stores_away: tuple[str, ...]
     adapters: dict[str, L2Statistics]
+    guards: dict[str, GuardStatistics]
     waiting: dict[str, int]
     server: ServerStatistics | None
     storage: StorageStatistics | None
@@ -158,7 +160,10 @@ class ServerHost:
         def build(backend: AnyBackend) -> CountingAdapter:
             return spec.build(backend, executor=executor, notice_factory=notice, clock=self._clock, name=name)
 
-        return LateAdapter(name, spec.shown, executor, spec.open_backend, build, notice)
+        def prepare() -> AnyBackend:
+            return spec.open_backend(self._arena.buffer)  # asked for late: a view kept here would keep it mapped
+
+        return LateAdapter(name, spec.shown, executor, prepare, build, notice)
 
     async def _first_attempts(self) -> None:
         """Usually the stores are there when the server is. One that takes longer is used when it comes."""
@@ -253,6 +258,7 @@ class ServerHost:
             stores=tuple(adapter.name for adapter in self._adapters),
             stores_away=tuple(name for name, found in known.items() if found is None),
             adapters={name: found for name, found in known.items() if found is not None},
+            guards={adapter.name: found for adapter in self._adapters if (found := adapter.guards()) is not None},
             waiting=self._front.counters() if self._front is not None else {},
             server=self.server.statistics() if self.server is not None else None,
             storage=self._storage.statistics() if self._storage is not None else None,

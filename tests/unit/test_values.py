@@ -19,8 +19,14 @@ import pytest
 
 RUNNING_STATE = {
     "kvcore.connectors.tracker.RequestTracker",
+    "kvcore.l2.activity.Activity",
     "kvcore.l2.index.Entry",
+    "kvcore.l2.ledger.Record",
+    "kvcore.l2.shared_tasks.BitTask",
+    "kvcore.l2.shared_tasks.StoreTask",
     "kvcore.l2.statistics.L2Counts",
+    "kvcore.service.page_desk._Cell",
+    "kvcore.service.page_desk._Transfer",
     "kvcore.service.workers._OpenRead",
 }
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvcore.connectors.vllm import connector
+from kvcore.connectors.vllm import sides
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
 from kvcore.ladder.targets.vllm_scheduler.engine import make_config, make_kv_config, make_request, make_scheduler
@@ -63,7 +63,7 @@ def test_on_real_threads_a_second_pass_hits_and_every_slot_is_right(load_async: 
     assert worker._side.worker.statistics().loads_failed == 0
     scheduler.connector.shutdown()
     worker.shutdown()
-    assert not connector._HOSTS, "the host ends with its last user"
+    assert not sides._HOSTS, "the host ends with its last user"
 
 
 def refuse(case: Case, text: str, **extra: Any) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
+from blake3 import blake3
+
 from kvcore.errors import CallerError
 from kvcore.keys import ChunkHasher, Extra
 
@@ -46,11 +48,18 @@ class EngineTokens(Sequence[int]):
 
 
 class BlockHasher(ChunkHasher):
-    """A hasher of `EngineTokens`, by the engine's hashes of blocks of `block_tokens` tokens."""
+    """A hasher of `EngineTokens`, by the engine's hashes of blocks of `block_tokens` tokens.
+
+    `renew` begins another life of the model: no key made before is made again.
+    """
 
     def __init__(self, hasher: ChunkHasher, block_tokens: int) -> None:
         super().__init__(hasher.namespace)
         self._block_tokens = block_tokens
+
+    def renew(self, token: bytes) -> None:
+        """From here on other keys. `token`: never used before, by anybody."""
+        self._digest = blake3(token, key=self._digest).digest()
 
     def hash_tokens(self, tokens: Any, *, known: Sequence[bytes] = (), extras: Sequence[Extra] = ()) -> list[bytes]:
         """See `ChunkHasher.hash_blocks`. Extras are in the engine's hashes already."""

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 vLLM makes two connector objects, one per role, in the process of the engine, and calls them from its own thread. The
 cache is ordinary asyncio code, so it has a loop of its own, and the two meet at one point, `Runner.call`: hand a
-coroutine to the X
+coroutine to the loop, and wait for what comes of it.
 
     CacheHost      what outlives an engine: L1, adapters, `Storage`, `CacheServer`, the in-memory transport
     EngineSide     what belongs to one engine: connection, both clients, scheduler and worker connector, copy engine
@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
+from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.errors import ConfigError
-from kvcore.eviction import LruPolicy
+from kvcore.eviction import LruPolicy, S3FifoPolicy
 from kvcore.groups import CacheLayout
-from kvcore.keys import ChunkHasher, Namespace
+from kvcore.keys import Namespace, digest_fields
 from kvcore.l1 import L1Cache
 from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.open import open_adapter
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 _IO_THREADS = 4
 _STOP_TIMEOUT_S = 10.0
-_SEGMENT = "inprocess"
+POLICIES = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
 
 
 class Runner(Protocol):
@@ -93,18 +94,19 @@ class ThreadPorts:
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`l2`: the URL of a store that outlives the process."""
+    """`l2`: URLs of stores that outlive the process, in order of preference. `policy`: one of `POLICIES`."""
 
     layout: CacheLayout
     namespace: Namespace
     l1_bytes: int
-    l2: str | None = None
+    l2: tuple[str, ...] = field(default=(), repr=False)  # may hold passwords
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
         chunk = max(self.layout.cell_bytes(group) for group in range(len(self.layout.groups)))
         if self.l1_bytes < chunk:
             raise ConfigError(f"l1_bytes = {self.l1_bytes} does not hold one chunk of {chunk} bytes")
-        if self.l2 is not None:
+        if self.l2:
             self.namespace.check_persistent()
 
 
@@ -124,7 +126,7 @@ class CacheHost:
         self._identity = identity_of(config.namespace, config.layout, self._placement)
         self._executor = ports.executor()
         self._arena = PlainArena(config.l1_bytes)
-        self.l1 = L1Cache(self._arena, LruPolicy)
+        self.l1 = L1Cache(self._arena, POLICIES[config.policy])
         self.storage = Storage(
             layout=config.layout,
             model_name=config.namespace.model_name,
@@ -146,12 +148,13 @@ class CacheHost:
         self._sides = 0
 
     def _open_adapters(self) -> Sequence[L2Adapter]:
-        if self.config.l2 is None:
-            return []
         ports = self._ports
-        return [open_adapter(self.config.l2, executor=self._executor, notice_factory=ports.notice, clock=ports.clock)]
+        return [
+            open_adapter(url, executor=self._executor, notice_factory=ports.notice, clock=ports.clock)
+            for url in self.config.l2
+        ]
 
-    def join(self, hasher: ChunkHasher, *, load_async: bool, load_failures_max: int = 2) -> EngineSide:
+    def join(self, hasher: BlockHasher, *, load_async: bool, load_failures_max: int = 2) -> EngineSide:
         """Both halves for one engine, whose keys `hasher` makes."""
         assert hasher.namespace == self.config.namespace, "an engine of another cache"
         self._sides += 1
@@ -168,7 +171,7 @@ class CacheHost:
             SchedulerConnectorConfig(load_async, load_failures_max, session_prefix=f"{name}/"),
         )
         worker = WorkerConnector(config.layout, 0, worker_client)
-        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, self._ports.device())
+        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, self._ports.device(), hasher)
 
     def statistics(self) -> HostStatistics:
         return HostStatistics(self.storage.statistics(), self.server.statistics())
@@ -193,6 +196,7 @@ class EngineSide:
     scheduler: SchedulerConnector
     worker: WorkerConnector
     device: CopyEngine
+    hasher: BlockHasher
 
     @property
     def quiet(self) -> bool:
@@ -231,9 +235,21 @@ async def _open(config: HostConfig, ports: Callable[[], HostPorts]) -> CacheHost
 
 
 def engine_namespace(
-    layout: CacheLayout, *, model_name: str, revision: str, kv_dtype: str, algorithm: str, seed: str
+    layout: CacheLayout,
+    *,
+    model_name: str,
+    revision: str,
+    kv_dtype: str,
+    algorithm: str,
+    seed: str,
+    kv_fingerprints: Sequence[str],
 ) -> Namespace:
-    """The namespace of keys that are made from an engine's own block hashes."""
+    """The namespace of keys that are made from an engine's own block hashes.
+
+    `kv_fingerprints`: per group what the bytes of a chunk are (`kvcore.device.fingerprint`).
+    """
+    assert len(kv_fingerprints) == len(layout.groups)
+    fields = {"cache": layout.fingerprint} | {f"kv{index}": text for index, text in enumerate(kv_fingerprints)}
     named = Namespace(
         model_name=model_name,
         model_revision=revision,
@@ -243,4 +259,4 @@ def engine_namespace(
         engine_algorithm=algorithm,
         engine_seed=seed,
     )
-    return replace(named, layout=layout.fingerprint)
+    return replace(named, layout=digest_fields("engine layout", fields).hex()[:32])

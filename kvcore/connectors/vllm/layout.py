@@ -1,16 +1,23 @@
 """From vLLM's cache configuration to ours: groups, pages, namespace. What cannot be served is refused here, by name.
 
 vLLM's `KVCacheConfig` has groups of layers with one attention rule and one block size; all groups draw on one pool of
-block ids, and the pages of one group may lie over those of another. A group's block must be one piece of memory here:
-one layer per group, or layers that lie side by side inside a block (`block_stride` >= layers * `layer_stride`).
+block ids, and the pages of one group may lie over those of another.
+
+The pages of one layer are copied whole: what a block looks like inside depends on the attention backend (on CPU the
+shape says K|V side by side, while the kernel fills one half of a block with K and the other with V). So blocks are
+*opaque* (`kvcore.device.formats`), named by device and inner order. Each layer's block must be one piece of memory, and
+the layers of a group equally far apart: all layers of a block together, or each layer for itself.
+
+The namespace must know the layout before there is any tensor. `fingerprints_of` says it from the configuration; at
+registration the tensors are discovered, and must give the same fingerprints, or the engine is refused.
 """
 
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +26,9 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_blo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcore.connectors.vllm.host import engine_namespace
+from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
+from kvcore.device.fingerprint import layout_fingerprint
+from kvcore.device.formats import EngineKVFormat, KVLayout, LayoutHints
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup, negotiate_chunk_tokens
 from kvcore.keys import Namespace
@@ -55,7 +65,7 @@ def block_sizes_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return scheduler, hashed
 
 
-def namespace_of(vllm_config: Any, layout: CacheLayout) -> Namespace:
+def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) -> Namespace:
     """Everything besides tokens that changes the bytes. The engine's hashes carry adapter, salt and images."""
     model = vllm_config.model_config
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -66,6 +76,7 @@ def namespace_of(vllm_config: Any, layout: CacheLayout) -> Namespace:
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}/{model.dtype}",
         algorithm=str(algorithm),
         seed=_hash_seed(str(algorithm)),
+        kv_fingerprints=fingerprints_of(kv_cache_config, vllm_config.device_config.device_type),
     )
 
 
@@ -76,39 +87,86 @@ def _hash_seed(algorithm: str) -> str:
     return str(get_none_hash_seed())
 
 
-def pages_of(kv_cache_config: Any, layout: CacheLayout, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
-    """`pages[g]`: [blocks, layers, ...] of group g, on the engine's own memory."""
-    pages = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        tensors = [kv_caches[name] for name in group.layer_names]
-        view = _side_by_side(tensors)
-        if view is None or view[0].nbytes != layout.groups[index].bytes_per_block:
-            raise ConfigError(
-                f"group {index}: the pages of its {len(tensors)} layers do not lie side by side inside a block, so a "
-                "block is no single piece of memory; use a block-outermost cache layout"
-            )
-        pages.append(view)
-    return pages
+def fingerprints_of(kv_cache_config: Any, device_type: str) -> list[str]:
+    """Per group what its chunks will be, as the configuration has it."""
+    return [_fingerprint(_expected(kv_cache_config, group, device_type)) for group in kv_cache_config.kv_cache_groups]
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> Any | None:
-    """[blocks, layers, page bytes] over the layers' own memory, or None if they do not lie so."""
-    first = tensors[0]
-    blocks, page = first.shape[0], prod(first.shape[1:]) * first.element_size()
-    stride = first.stride(0) * first.element_size()
-    for layer, tensor in enumerate(tensors):
-        if not tensor[0].is_contiguous() or tensor.shape != first.shape or tensor.stride(0) != first.stride(0):
-            return None
-        if tensor.data_ptr() != first.data_ptr() + layer * page:
-            return None
-    if stride < len(tensors) * page:
-        return None
-    flat = torch.empty(0, dtype=torch.uint8).set_(
+def _fingerprint(layout: KVLayout) -> str:
+    return layout_fingerprint(layout, order="blocks")
+
+
+def _expected(kv_cache_config: Any, group: Any, device_type: str) -> KVLayout:
+    spec = group.kv_cache_spec
+    return KVLayout(
+        EngineKVFormat.LAYERS_OPAQUE,
+        len(group.layer_names),
+        kv_cache_config.num_blocks,
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        dtypes=(str(spec.dtype),),
+        parts=EngineKVFormat.LAYERS_OPAQUE.kv_parts,
+        inner=("",),
+        layer_block_bytes=spec.page_size_bytes,
+        opaque=f"vllm/{device_type}/{_inner_order(kv_cache_config)}",
+    )
+
+
+def _inner_order(kv_cache_config: Any) -> str:
+    """HNC or NHC: how heads, tokens and content follow each other in a block; empty if the engine does not say."""
+    return "".join(axis for axis in kv_cache_config.kv_cache_layout or "" if axis in "HNC")
+
+
+def pages_of(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
+    """`pages[g]`: [blocks, layers, page bytes] of group g, on the engine's own memory.
+
+    Raises ConfigError when the tensors are not what the configuration has promised.
+    """
+    return [_pages(kv_cache_config, index, kv_caches) for index in range(len(kv_cache_config.kv_cache_groups))]
+
+
+def _pages(kv_cache_config: Any, index: int, kv_caches: Mapping[str, torch.Tensor]) -> Any:
+    group = kv_cache_config.kv_cache_groups[index]
+    tensors = [kv_caches[name] for name in group.layer_names]
+    expected = _expected(kv_cache_config, group, tensors[0].device.type)
+    hints = LayoutHints(
+        num_layers=expected.num_layers,
+        num_blocks=expected.num_blocks,
+        block_tokens=expected.block_tokens,
+        num_heads=expected.num_heads,
+        head_size=expected.head_size,
+        opaque=expected.opaque,
+    )
+    kv = normalize_kv_and_discover_format(tensors, hints)
+    if _fingerprint(kv.layout) != _fingerprint(expected):
+        raise ConfigError(f"group {index}: the pages are {kv.layout}, the configuration promised {expected}")
+    _check_inner_order(kv, _inner_order(kv_cache_config), index)
+    return _whole_pages(kv, index)
+
+
+def _check_inner_order(kv: PagedKV, order: str, index: int) -> None:
+    """vLLM's tensors are [blocks, H, N, C] in shape; their strides must tell the order that the configuration named."""
+    axes = {f"axis{axis}": name for axis, name in enumerate("BHNC")}
+    found = "".join(axes.get(text.partition("=")[0], "?") for text in kv.layout.inner[0].split())
+    if order and found != "".join(axis for axis in order if axis in found):
+        raise ConfigError(f"group {index}: the pages lie in the order {found}, the configuration promised {order}")
+
+
+def _whole_pages(kv: PagedKV, index: int) -> Any:
+    """[blocks, layers, page bytes] over the layers' own memory."""
+    planes = kv.planes.simplified().planes
+    steps = {after.base - before.base for before, after in pairwise(planes)} or {planes[0].share_bytes}
+    if len(steps) > 1 or min(steps) < 0 or any(plane.run_bytes != plane.share_bytes for plane in planes):
+        raise ConfigError(
+            f"group {index}: a block of one layer is no single piece of memory, or its {len(planes)} layers are not "
+            "equally far apart; use a cache layout in which blocks are compact (LBHNC, LBNHC, BLHNC, BLNHC)"
+        )
+    first, page = kv.layers[0][0], planes[0].share_bytes
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(
         first.untyped_storage(),
         first.storage_offset() * first.element_size(),
-        (blocks, len(tensors), page),
-        (stride, page, 1),
+        (kv.layout.num_blocks, len(planes), page),
+        (planes[0].block_stride_bytes, steps.pop(), 1),
     )
-    array = flat.numpy()
-    assert array.base is not None or array.flags.owndata is False
-    return np.asarray(array)
+    return np.asarray(flat.numpy())

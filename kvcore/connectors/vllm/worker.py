@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvcore.connectors.page_check import check_pages
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.views import Finished
 from kvcore.connectors.worker import WorkerConnector
@@ -32,6 +33,8 @@ class WorkerHalf:
         self._errors: frozenset[int] = frozenset()
 
     async def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
+        """Raises InternalError when bytes do not survive the way to the pages and back."""
+        await check_pages(pages, device)
         self._core.register(pages, device)
 
     async def fence(self, meta: StepMeta) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvcore.connectors.vllm.connector import SharedHost
 from kvcore.connectors.vllm.host import CacheHost, HostConfig
 from kvcore.connectors.vllm.layout import layout_of, namespace_of
+from kvcore.connectors.vllm.sides import SharedHost
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
 from kvcore.ladder.targets.vllm_scheduler.engine import (
     ABORTED,
@@ -76,7 +76,7 @@ class _CaseRun:
 
     def run(self) -> None:
         layout = layout_of(self._kv_config, self._case.chunk_tokens)
-        namespace = namespace_of(make_config(self._case, {}), layout)
+        namespace = namespace_of(make_config(self._case, {}), self._kv_config, layout)
         l1_bytes = self._case.l1_chunks * max(layout.cell_bytes(group) for group in range(len(layout.groups)))
         host = self._runner.call(_build(HostConfig(layout, namespace, l1_bytes), self._ports))
         shared = SharedHost(self._runner, host)

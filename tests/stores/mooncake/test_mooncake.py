@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -118,6 +119,24 @@ def test_registered_memory_is_used_as_it_lies_and_other_memory_is_staged(store):
     assert sum(map(len, store._client._owned)) - owned < MIB  # headers alone went through frames
     read(store, [key(0)], [MIB])
     assert sum(map(len, store._client._owned)) - owned > MIB
+
+
+def test_a_region_is_held_until_the_native_client_has_ended(shared_cluster, inside):
+    memory = bytearray(4 * MIB)
+    backend = MooncakeBackend(shared_cluster.options(prefix="held"))
+    backend.register_region(memoryview(memory))
+    backend.open()
+    client = backend._client
+    assert client.is_registered(pointer(memoryview(memory)), len(memory))
+    with client._gate.call():
+        backend.close()
+        with pytest.raises(BufferError):
+            memory.append(0)  # a native call may still move bytes
+    for thread in threading.enumerate():
+        if thread.name == "kvcore-mooncake-end":
+            thread.join(20)
+    memory.append(0)
+    assert not client.is_registered(pointer(memoryview(memory)), 1)
 
 
 def test_a_buffer_that_reaches_over_the_end_of_a_region_is_staged(store):
