@@ -78,7 +78,9 @@ def _workload(options: LadderOptions) -> Workload:
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: there is no file {options.trace}")
     path = options.trace or options.default_trace()
-    return _load(path, options.seed, options.requests, options.families, options.chunk_tokens)
+    few = options.target == "vllm"  # there, a small run climbs with fewer families
+    families = min(options.families, options.requests // 2) if few else options.families
+    return _load(path, options.seed, options.requests, families, options.chunk_tokens)
 
 
 @lru_cache(maxsize=2)

@@ -21,6 +21,9 @@ An adapter answers every failure of its store with missing bits, as it answers a
 A probe that is not answered within `open_ns` is bad: a store that hangs does not keep the breaker half-open.
 Unlocks and deletions always pass: locks must be given back.
 
+A good lookup forgives bad lookups and nothing else; bytes that came over or went in forgive everything. A store that
+answers every lookup and fails every load would otherwise never have `failures` in a row, and cost each request its wait.
+
 Rejected: a failure *rate* over a window (a store that is down is asked too often before the rate shows it, and one
 flaky key in a thousand opens it never, which is right but needs no window); growing pauses (the store shall be
 used soon after it is back; a probe every `open_ns` costs one call).
@@ -31,6 +34,7 @@ Who holds: locks and buffers of a refused call stay with the caller, it was neve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
@@ -41,6 +45,7 @@ from kvcore.l2.adapter import StoreAnswer, TaskId
 from kvcore.l2.wrapped import CountingAdapter, FailuresSeen, WrappedAdapter
 from kvcore.ports import Clock
 
+LOOKUP = "lookup"
 _NS_PER_S = 1_000_000_000
 _BAD_ANSWERS = frozenset({StoreAnswer.RETRY, StoreAnswer.FAILED})
 
@@ -93,7 +98,7 @@ class Breaker:
     def __init__(self, options: BreakerOptions) -> None:
         self.options = options
         self.state = BreakerState.CLOSED
-        self._bad_in_a_row = 0
+        self._bad_in_a_row: Counter[str] = Counter()  # by kind of call
         self._opened_ns = 0
         self._probing_since_ns: int | None = None
         self._refused = 0
@@ -120,18 +125,23 @@ class Breaker:
         self._refused += 1
         return False
 
-    def good(self) -> None:
-        self._bad_in_a_row = 0
+    def good(self, kind: str = "") -> None:
+        """`kind` "lookup": only lookups are known to work."""
+        if kind == LOOKUP:
+            del self._bad_in_a_row[LOOKUP]
+        else:
+            self._bad_in_a_row.clear()
         if self.state is BreakerState.HALF_OPEN:
             self._probing_since_ns = None
+            self._bad_in_a_row.clear()
             self._step(BreakerEvent.PROBE_GOOD)
             self._closed += 1
 
-    def bad(self, now_ns: int) -> None:
-        self._bad_in_a_row += 1
+    def bad(self, now_ns: int, kind: str = "") -> None:
+        self._bad_in_a_row[kind] += 1
         if self.state is BreakerState.HALF_OPEN:
             self._open(BreakerEvent.PROBE_BAD, now_ns)
-        elif self.state is BreakerState.CLOSED and self._bad_in_a_row >= self.options.failures:
+        elif self.state is BreakerState.CLOSED and self._bad_in_a_row[kind] >= self.options.failures:
             self._open(BreakerEvent.LIMIT_REACHED, now_ns)
 
     def neither(self) -> None:
@@ -146,7 +156,7 @@ class Breaker:
             self.bad(now_ns)
 
     def _open(self, event: BreakerEvent, now_ns: int) -> None:
-        assert self._bad_in_a_row > 0
+        assert self._bad_in_a_row
         self._probing_since_ns = None
         self._opened_ns = now_ns
         self._step(event)
@@ -183,7 +193,7 @@ class BreakerAdapter(WrappedAdapter):
 
     def submit_lookup_and_lock(self, keys: Sequence[ObjectKey]) -> TaskId:
         probe = self._ask()
-        return self._passed("lookup", self._guarded(lambda: self.inner.submit_lookup_and_lock(keys)), probe)
+        return self._passed(LOOKUP, self._guarded(lambda: self.inner.submit_lookup_and_lock(keys)), probe)
 
     def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
         probe = self._ask()
@@ -199,7 +209,7 @@ class BreakerAdapter(WrappedAdapter):
     def take_lookup(self, task: TaskId) -> int | None:
         bits = self.inner.take_lookup(task)
         if bits is not None:
-            self._judge("lookup", task, good=self._remote_lookups)
+            self._judge(LOOKUP, task, good=self._remote_lookups)
         return bits
 
     def take_load(self, task: TaskId) -> int | None:
@@ -246,9 +256,9 @@ class BreakerAdapter(WrappedAdapter):
         if probe:
             self._probe = None
         if bad and not mixed:
-            self.breaker.bad(self._clock.now_ns())
+            self.breaker.bad(self._clock.now_ns(), kind)
         elif good:
-            self.breaker.good()
+            self.breaker.good(kind)
         elif probe:
             self.breaker.neither()
 

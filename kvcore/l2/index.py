@@ -220,12 +220,13 @@ class Index:
     def written(self, entry: Entry) -> bool:
         """The record is there, its victims are `deleted`. True: a deletion was asked for meanwhile and may begin."""
         assert entry.reserved_bytes == entry.record_bytes
+        assert entry.idle, "nobody has seen it yet"
         self._end_reservation(entry)
         self.bytes_used += entry.record_bytes
         entry.state = State.PRESENT
         self.objects += 1
         self.check_room()
-        self._settle(entry)
+        self._recency.add(entry, newest=True)
         return entry.doom_when_written and self.doom(entry)
 
     def not_written(self, entry: Entry) -> None:

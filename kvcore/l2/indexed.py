@@ -63,7 +63,8 @@ from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, Task
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
 from kvcore.l2.index import Entry, Index, State
-from kvcore.l2.indexed_tasks import LoadTask, Read, StoreItem, StoreTask, Write, byte_views
+from kvcore.l2.indexed_tasks import LoadTask, Read, StoreItem, StoreTask, Write, make_read, make_write
+from kvcore.l2.shared_work import byte_views
 from kvcore.l2.statistics import L2Counts, L2Statistics
 from kvcore.l2.work import LOADED, SLICE_KEYS, Loaded, Written, delete_all, read_all, slices, write_all
 from kvcore.ports import Executor, Notice, Outcome
@@ -157,7 +158,7 @@ class IndexedAdapter:
         batch = StoreTask(self._begin_task(), [None] * len(keys), len(keys))
         writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
-            self._store(StoreItem(batch, position, key, view, size), writes)
+            self._store(batch, position, key, view, size, writes)
             if len(writes) == SLICE_KEYS:  # threads begin while the rest is being admitted
                 self._launch_writes(writes)
                 writes = []
@@ -171,34 +172,41 @@ class IndexedAdapter:
         done, self._stores_done = self._stores_done, {}
         return done
 
-    def _store(self, item: StoreItem, writes: list[Write]) -> None:
+    def _store(
+        self,
+        batch: StoreTask,
+        position: int,
+        key: ObjectKey,
+        payload: memoryview,
+        record_bytes: int,
+        writes: list[Write],
+    ) -> None:
         """Steps 1 to 4 of the module text; appends to `writes` what has to be written."""
-        entry = self._index.get(item.key)
-        if entry is None:
-            self._admit(item, writes)
-        elif entry.state is State.WRITING or entry.state is State.DELETING:
-            entry.waiting = [*(entry.waiting or ()), item]
-        elif entry.state is State.PRESENT and entry.payload_bytes == len(item.payload):
-            self._index.touch(entry)
-            self._answer(item, StoreAnswer.PRESENT)
-        elif entry.idle:
-            self._admit(item, writes)
-        else:
-            self._answer(item, StoreAnswer.RETRY)
-
-    def _admit(self, item: StoreItem, writes: list[Write]) -> None:
-        replaces = self._index.visible(item.key) is not None
-        admission = self._index.admit(item.key, len(item.payload), item.record_bytes)
+        entry = self._index.get(key)
+        if entry is not None:
+            if entry.state is State.WRITING or entry.state is State.DELETING:
+                item = StoreItem(batch, position, key, payload, record_bytes)
+                entry.waiting = [*(entry.waiting or ()), item]
+                return
+            if entry.state is State.PRESENT and entry.payload_bytes == len(payload):
+                self._index.touch(entry)
+                self._answer(batch, position, StoreAnswer.PRESENT)
+                return
+            if not entry.idle:
+                self._answer(batch, position, StoreAnswer.RETRY)
+                return
+        replaces = entry is not None and entry.state is State.PRESENT
+        admission = self._index.admit(key, len(payload), record_bytes)
         if admission is None:
-            self._answer(item, StoreAnswer.FULL)
+            self._answer(batch, position, StoreAnswer.FULL)
             return
         if replaces:
             self._counts.defects[Defect.OTHER_SIZE] += 1
-        writes.append(Write(item, admission.entry, admission.victims))
+        writes.append(make_write((batch, position, payload, *admission)))
 
     def _launch_writes(self, writes: list[Write]) -> None:
-        for piece, piece_bytes in slices(writes, [len(write.item.payload) for write in writes]):
-            orders = [(write.item.key, write.item.payload) for write in piece]
+        for piece, piece_bytes in slices(writes, [write.entry.payload_bytes for write in writes]):
+            orders = [(write.entry.key, write.payload) for write in piece]
             victims = {place: _keys_of(write.victims) for place, write in enumerate(piece) if write.victims}
             work = partial(write_all, self._backend, orders, victims)
             self._submit(work, partial(self._writes_ended, piece), piece_bytes)
@@ -208,7 +216,7 @@ class IndexedAdapter:
         gone: list[Entry] = []
         stored = 0
         for write, result in zip(piece, repeat(_BROKEN_OFF) if results is None else results):
-            item, entry, victims = write
+            batch, position, _, entry, victims = write
             answer = result.answer
             if answer is StoreAnswer.STORED:
                 self._settle_stored(write, gone)
@@ -216,7 +224,7 @@ class IndexedAdapter:
             else:
                 self._settle_failed(write, result, gone)
                 self._counts.answers[answer] += 1
-            self._set_answer(item, answer)
+            self._set_answer(batch, position, answer)
             if entry.waiting:
                 self._wake(entry, answer, more)
             for victim in victims:
@@ -255,23 +263,22 @@ class IndexedAdapter:
             return
         waiting, entry.waiting = entry.waiting, None
         for item in waiting or ():
-            self._answer(item, answer)
+            self._answer(item.batch, item.position, answer)
 
     def _restart(self, entry: Entry, more: list[Write]) -> None:
         waiting, entry.waiting = entry.waiting, None
         for item in waiting or ():
-            self._store(item, more)
+            self._store(item.batch, item.position, item.key, item.payload, item.record_bytes, more)
 
-    def _answer(self, item: StoreItem, answer: StoreAnswer) -> None:
+    def _answer(self, batch: StoreTask, position: int, answer: StoreAnswer) -> None:
         self._counts.answers[answer] += 1
-        self._set_answer(item, answer)
+        self._set_answer(batch, position, answer)
 
-    def _set_answer(self, item: StoreItem, answer: StoreAnswer) -> None:
+    def _set_answer(self, batch: StoreTask, position: int, answer: StoreAnswer) -> None:
         """An answer that has been counted, or will be before this call into the adapter ends."""
-        batch = item.batch
         answers = batch.answers
-        assert answers[item.position] is None, "each key of a batch is answered once"
-        answers[item.position] = answer
+        assert answers[position] is None, "each key of a batch is answered once"
+        answers[position] = answer
         batch.unanswered -= 1
         if batch.unanswered == 0:
             self._complete_store(batch)
@@ -293,7 +300,7 @@ class IndexedAdapter:
             entry = self._loadable(key, view, gone)
             if entry is not None:
                 self._index.begin_load(entry)
-                reads.append(Read(batch, position, entry, view))
+                reads.append(make_read((batch, position, entry, view)))
                 batch.unanswered += 1
                 if len(reads) == SLICE_KEYS:
                     self._launch_reads(reads)

@@ -45,6 +45,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ from kvcore.l2 import envelope
 from kvcore.l2.backend import Found, LeftoverError, Scan
 from kvcore.l2.envelope import Defect
 from kvcore.l2.indexed import IndexedAdapter
-from kvcore.l2.slab_entry import PAGE_BYTES, SLOT_BYTES, encode_entry, pages_for, slots_for
+from kvcore.l2.slab_entry import ENTRY_BYTES_MORE, PAGE_BYTES, SLOT_BYTES, encode_entry, slots_for
 from kvcore.l2.slab_files import SlabFiles
 from kvcore.l2.slab_recovery import recover
 from kvcore.l2.slab_space import Run, Space
@@ -68,6 +69,8 @@ _SLAB_BYTES_MIN = 64 * 1024
 _CAPACITY_BYTES_MAX = PAGE_BYTES << 32
 _TOKEN_BYTES = 8
 _PADDING = memoryview(bytes(PAGE_BYTES))
+_GROUP_BYTES_MAX = 4 * 1024 * 1024
+_CACHED_BYTES = 1024 * 1024  # what is read at once is checked while it is still in a core's own cache
 
 Order = tuple[ObjectKey, memoryview]
 
@@ -109,6 +112,13 @@ class _Job(NamedTuple):
     record: Record
 
 
+# tuple.__new__ runs without a Python frame per key
+_make_run: Callable[[tuple[int, int]], Run] = partial(tuple.__new__, Run)
+_make_record: Callable[[tuple[int, tuple[Run, ...], Run, int, bytes]], Record] = partial(tuple.__new__, Record)
+_Grouping = Callable[[list[_Job]], Iterator[list[_Job]]]
+_make_job: Callable[[tuple[int, ObjectKey, memoryview, Record]], _Job] = partial(tuple.__new__, _Job)
+
+
 class SlabBackend:
     """`kvcore.l2.backend.BatchBackend`. See the module text."""
 
@@ -131,7 +141,8 @@ class SlabBackend:
         self._closed = True
 
     def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
-        return pages_for(payload_bytes) * PAGE_BYTES + slots_for(envelope.header_bytes(key)) * SLOT_BYTES
+        slots = _entry_slots(len(key.chunk_hash), key.model_name, key.cache_salt)
+        return (-(-payload_bytes // PAGE_BYTES) or 1) * PAGE_BYTES + slots * SLOT_BYTES
 
     # --- start and end -----------------------------------------------------------------------------------------
 
@@ -185,8 +196,8 @@ class SlabBackend:
         self._enter()
         try:
             jobs = self._place(orders, results)
-            jobs = self._write_grouped(jobs, results, self._neighbours_in_pages, self._write_payloads, self._release)
-            jobs = self._write_grouped(jobs, results, _neighbours_in_slots, self._write_entries, self._withdraw)
+            jobs = self._write_grouped(jobs, results, self._side_by_side, self._write_payloads, self._release)
+            jobs = self._write_grouped(jobs, results, _entries_side_by_side, self._write_entries, self._withdraw)
             self._adopt(jobs)
         finally:
             self._leave()
@@ -197,8 +208,8 @@ class SlabBackend:
         if not orders:
             return []
         headers = [envelope.encode_header(key, payload) for key, payload in orders]
-        pages = [pages_for(len(payload)) for _, payload in orders]
-        slots = [slots_for(len(header)) for header in headers]
+        pages = [-(-len(payload) // PAGE_BYTES) or 1 for _, payload in orders]
+        slots = [-(-(len(header) + ENTRY_BYTES_MORE) // SLOT_BYTES) for header in headers]
         with self._lock:
             places: Sequence[_Place | None] | None = self._take_rows(pages, slots)
             if places is None:
@@ -210,19 +221,19 @@ class SlabBackend:
             if place is None:
                 results[position] = OSError(errno.ENOSPC, "no room in the slabs")
             else:
-                record = Record(len(payload), place[0], place[1], first + position, header)
-                jobs.append(_Job(position, key, payload, record))
+                record = _make_record((len(payload), *place, first + position, header))
+                jobs.append(_make_job((position, key, payload, record)))
         return jobs
 
     def _take_rows(self, pages: list[int], slots: list[int]) -> list[_Place] | None:
         page_row = _row(self._pages, pages)
         if page_row is None:
             return None
-        places: list[_Place] = []
-        slot_row: Iterator[Run | None] = _row(self._slots, slots) or map(self._take_slots, slots)
-        for run, slot in zip(page_row, slot_row):
-            assert slot is not None, "an entry of one run fits into a region, and regions can always be added"
-            places.append(((run,), slot))
+        slot_row = _row(self._slots, slots)
+        if slot_row is None:  # regions can always be added, and an entry of one run fits into one
+            slot_row = (run for count in slots if (run := self._take_slots(count)) is not None)
+        places: list[_Place] = list(zip(zip(page_row), slot_row))
+        assert len(places) == len(pages)
         return places
 
     def _take_place(self, pages: int, header_bytes: int) -> _Place | None:
@@ -252,13 +263,13 @@ class SlabBackend:
         self,
         jobs: list[_Job],
         results: list[Exception | None],
-        neighbours: Callable[[Record, Record], bool],
+        grouped: _Grouping,
         write: Callable[[list[_Job]], None],
         undo: Callable[[_Job, Exception], Exception],
     ) -> list[_Job]:
         """Write groups of neighbours, one by one where a group fails; the jobs that are still good."""
         good: list[_Job] = []
-        for group in _groups(jobs, neighbours):
+        for group in grouped(jobs):
             try:
                 write(group)
                 good += group
@@ -268,28 +279,39 @@ class SlabBackend:
                     results[group[0].position] = undo(group[0], error)
                     continue
             for job in group:
-                good += self._write_grouped([job], results, neighbours, write, undo)
+                good += self._write_grouped([job], results, grouped, write, undo)
         return good
 
-    def _neighbours_in_pages(self, left: Record, right: Record) -> bool:
-        """Whether one call can move both. The first page of a slab has no neighbour: it lies in another file."""
-        (start, count), *more = left.runs
-        end = start + count
-        return not more and end == right.runs[0].start and len(right.runs) == 1 and end % self._slab_pages != 0
+    def _side_by_side(self, jobs: list[_Job], bytes_max: int = _GROUP_BYTES_MAX) -> Iterator[list[_Job]]:
+        """What one call can move. The first page of a slab has no neighbour: it lies in another file."""
+        group: list[_Job] = []
+        following = pages = 0
+        for job in jobs:
+            runs = job.record.runs
+            start, count = runs[0]
+            pages += count
+            if group and (
+                start != following or len(runs) > 1 or pages * PAGE_BYTES > bytes_max or start % self._slab_pages == 0
+            ):
+                yield group
+                group, pages = [], count
+            group.append(job)
+            following = start + count if len(runs) == 1 else -1
+        if group:
+            yield group
 
     def _write_payloads(self, group: list[_Job]) -> None:
         if len(group[0].record.runs) > 1:
             for run, part in _pieces(group[0]):
-                self._files.write_pages(run.start, _padded(part, run))
+                padding = _PADDING[: run.count * PAGE_BYTES - len(part)]
+                self._files.write_pages(run.start, [part, padding] if padding else [part])
             return
-        parts = [part for job in group for part in _padded(job.payload, job.record.runs[0])]
-        self._files.write_pages(group[0].record.runs[0].start, parts)
+        self._files.write_pages(group[0].record.runs[0].start, _whole_pages(group, _PADDING))
 
     def _write_entries(self, group: list[_Job]) -> None:
-        entries = b"".join(
-            encode_entry(job.record.header, job.record.runs, job.record.sequence, self._files.seed) for job in group
-        )
-        self._files.write_slots(group[0].record.slots.start, entries)
+        seed = self._files.seed
+        entries = [encode_entry(record.header, record.runs, record.sequence, seed) for _, _, _, record in group]
+        self._files.write_slots(group[0].record.slots.start, b"".join(entries))
 
     def _release(self, job: _Job, error: Exception) -> Exception:
         """Nothing of the record is visible."""
@@ -313,11 +335,11 @@ class SlabBackend:
         """The records exist. One that was there under the same key goes."""
         replaced: list[tuple[ObjectKey, Record]] = []
         with self._lock:
-            for job in jobs:
-                old = self._records.get(job.key)
+            for _, key, _, record in jobs:
+                old = self._records.get(key)
                 if old is not None:
-                    replaced.append((job.key, old))
-                self._records[job.key] = job.record
+                    replaced.append((key, old))
+                self._records[key] = record
         for key, record in replaced:
             self._remove(key, record)
 
@@ -341,8 +363,8 @@ class SlabBackend:
                 elif record.payload_bytes != len(into):
                     results[position] = Defect.OTHER_SIZE
                 else:
-                    jobs.append(_Job(position, key, into, record))
-            for group in _groups(jobs, self._neighbours_in_pages):
+                    jobs.append(_make_job((position, key, into, record)))
+            for group in self._side_by_side(jobs, _CACHED_BYTES):
                 self._read_group(group, results)
         finally:
             self._leave()
@@ -361,17 +383,16 @@ class SlabBackend:
             for job in group:
                 self._read_group([job], results)
             return
-        for job in group:
+        for position, _, payload, record in group:
             if not whole:
-                results[job.position] = Defect.TORN
-            elif not envelope.payload_matches(job.record.header, job.payload):
-                results[job.position] = Defect.FLIPPED
+                results[position] = Defect.TORN
+            elif not envelope.payload_matches(record.header, payload):
+                results[position] = Defect.FLIPPED
 
     def _read_payloads(self, group: list[_Job]) -> bool:
         if len(group) == 1:
             return all(self._files.read_pages(run.start, [part]) == len(part) for run, part in _pieces(group[0]))
-        unused = memoryview(bytearray(PAGE_BYTES))
-        parts = [part for job in group for part in _padded(job.payload, job.record.runs[0], unused)]
+        parts = _whole_pages(group, memoryview(bytearray(PAGE_BYTES)))
         return self._files.read_pages(group[0].record.runs[0].start, parts) == sum(map(len, parts))
 
     # --- delete ----------------------------------------------------------------------------------------------------
@@ -440,7 +461,7 @@ def _row(space: Space, counts: list[int]) -> Iterator[Run] | None:
     if row is None:
         return None
     starts = accumulate(counts, initial=row.start)
-    return map(Run, starts, counts)
+    return map(_make_run, zip(starts, counts))
 
 
 def _pieces(job: _Job) -> Iterator[tuple[Run, memoryview]]:
@@ -452,25 +473,35 @@ def _pieces(job: _Job) -> Iterator[tuple[Run, memoryview]]:
         start = end
 
 
-def _padded(part: memoryview, run: Run, padding: memoryview = _PADDING) -> list[memoryview]:
-    """Whole pages: what follows in the next run can be moved by the same call."""
-    missing = run.count * PAGE_BYTES - len(part)
-    return [part, padding[:missing]] if missing else [part]
+def _whole_pages(group: list[_Job], padding: memoryview) -> list[memoryview]:
+    """The payloads of neighbours, each filled up to a whole page, so that one call moves all."""
+    parts: list[memoryview] = []
+    for _, _, payload, record in group:
+        parts.append(payload)
+        missing = record.runs[0].count * PAGE_BYTES - record.payload_bytes
+        if missing:
+            parts.append(padding[:missing])
+    return parts
 
 
-def _neighbours_in_slots(left: Record, right: Record) -> bool:
-    return left.slots.start + left.slots.count == right.slots.start
-
-
-def _groups(jobs: list[_Job], neighbours: Callable[[Record, Record], bool]) -> Iterator[list[_Job]]:
+def _entries_side_by_side(jobs: list[_Job]) -> Iterator[list[_Job]]:
     group: list[_Job] = []
+    following = -1
     for job in jobs:
-        if group and not neighbours(group[-1].record, job.record):
+        start, count = job.record.slots
+        if group and start != following:
             yield group
             group = []
         group.append(job)
+        following = start + count
     if group:
         yield group
+
+
+@lru_cache(4096)
+def _entry_slots(hash_bytes: int, model_name: str, cache_salt: str) -> int:
+    """Slots of an entry of one run. Asked for once per key, and the same for all keys of a model and tenant."""
+    return slots_for(envelope.header_bytes(ObjectKey(bytes(hash_bytes), model_name, 0, 0, cache_salt)))
 
 
 def _check_partition(taken: list[Run], space: Space, total: int) -> None:

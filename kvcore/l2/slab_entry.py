@@ -41,6 +41,11 @@ _CHECKED = struct.Struct("<8sIIQ")
 _CHECK = struct.Struct("<Q")
 _RUN = struct.Struct("<II")
 _CHECK_AT = _CHECKED.size
+_HEAD_BYTES = _HEAD.size
+ENTRY_BYTES_MORE = _HEAD.size + _RUN.size
+"""What an entry of one run holds besides its header."""
+
+_ZEROS = bytes(SLOT_BYTES)
 ENTRY_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -64,11 +69,11 @@ def slots_for(header_bytes: int, runs: int = 1) -> int:
 
 def encode_entry(header: bytes, runs: tuple[Run, ...], sequence: int, seed: int) -> bytes:
     """The entry, padded to whole slots."""
-    body = b"".join([*starmap(_RUN.pack, runs), header])
-    length = _HEAD.size + len(body)
+    body = _RUN.pack(*runs[0]) + header if len(runs) == 1 else b"".join([*starmap(_RUN.pack, runs), header])
+    length = _HEAD_BYTES + len(body)
     checked = _CHECKED.pack(MAGIC, length, len(runs), sequence)
     check = _CHECK.pack(xxhash.xxh3_64_intdigest(checked + body, seed))
-    return b"".join([checked, check, body, bytes(-length % SLOT_BYTES)])
+    return b"".join((checked, check, body, _ZEROS[: -length % SLOT_BYTES]))
 
 
 def entry_slots(start: memoryview) -> int | Defect:

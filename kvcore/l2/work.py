@@ -25,7 +25,7 @@ T = TypeVar("T")
 Order = tuple[ObjectKey, memoryview]
 
 SLICE_BYTES = 4 * 1024 * 1024
-SLICE_KEYS = 32
+SLICE_KEYS = 64
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FOR_GOOD = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.ENOTDIR})

@@ -45,6 +45,29 @@ def test_a_good_call_between_bad_ones_keeps_it_closed() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
+def test_good_lookups_do_not_hide_that_every_load_fails() -> None:
+    breaker = Breaker(OPTIONS)
+    for _ in range(2):
+        breaker.bad(0, "load")
+        breaker.good("lookup")
+    assert breaker.state is BreakerState.CLOSED
+    breaker.bad(0, "load")
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_bytes_that_come_over_forgive_everything_and_a_good_lookup_forgives_lookups() -> None:
+    breaker = Breaker(OPTIONS)
+    for _ in range(10):
+        for kind in ("load", "store", "lookup", ""):
+            breaker.bad(0, kind)
+            breaker.bad(0, kind)
+        breaker.good("load")
+        breaker.bad(0, "lookup")
+        breaker.bad(0, "lookup")
+        breaker.good("lookup")
+    assert breaker.state is BreakerState.CLOSED
+
+
 def test_an_open_breaker_refuses_until_it_has_cooled_down_and_then_lets_one_pass() -> None:
     breaker = opened()
     assert not breaker.lets_pass(5 * S - 1)
