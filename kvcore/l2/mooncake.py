@@ -64,7 +64,7 @@ from kvcore.l2.objectstore_names import below, joined, key_of_name, object_name
 from kvcore.l2.shared_backend import Stored
 
 _BATCH_KEYS = 512
-_BATCH_BYTES = 16 * 1024 * 1024  # so that one thread makes checksums while another one's bytes are under way
+_BATCH_BYTES = 64 * 1024 * 1024  # two calls at once cost the client a third more CPU time than one twice as long
 _IN_PLACE_BYTES_MIN = 256 * 1024  # smaller payloads are copied beside their header
 _PLACES_MAX = 16 * 1024
 _ADMIN_PORT = 9003

@@ -30,7 +30,7 @@ class BitTask:
     bits: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoreItem:
     """One key of one store batch."""
 
@@ -41,14 +41,14 @@ class StoreItem:
     record_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Write:
     item: StoreItem
     activity: Activity
     room: Room
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Use:
     """One key of a lookup, or of a load with its buffer. `writes`: those that had ended when it was asked for."""
 
