@@ -49,7 +49,7 @@ would only make more noise. (That of HELLO is how long its answer is waited for.
 _GIVEN_UP = ("prefetch.deadline", "prefetch.expire", "writeback.deadline", "writeback.late")
 _STEP_NS = (MS, 120_000 * MS)
 _WORKER_STEP_NS_MAX = 50_000 * MS
-"""A worker whose clock jumps over the deadline of its fence (60 s) has to stop, as it would for a device that hangs."""
+"""A process with a worker whose clock jumps over the deadline of its fence (60 s) has to stop, as for a device that hangs."""
 _PER_MILLE = 1_000
 
 
@@ -104,7 +104,7 @@ def begin_short_timeouts(scene: Scene, event: FaultEvent) -> End | None:
 def draw_step(stream: RandomStream, shape: Shape) -> list[FaultEvent]:
     at_ns, target = moment(stream, shape), stream.pick(shape.processes)
     amount = stream.tail_ns(*_STEP_NS)
-    if target.startswith("worker"):
+    if not target.startswith("server"):
         amount = min(amount, _WORKER_STEP_NS_MAX)
     return [FaultEvent("clock.step", at_ns, target=target, amount=amount)]
 

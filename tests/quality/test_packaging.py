@@ -136,7 +136,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         prefix + path.relative_to(ROOT).as_posix()
         for folder, prefix in (("kvcore", ""), ("sim", "kvcore/"), ("ladder", "kvcore/"), ("reports", "kvcore/"))
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "samples"} & set(path.parts)
     }
     assert names - metadata == expected | LIBRARIES
     assert {"kvcore/data/key_vectors.json", "kvcore/py.typed", "kvcore/sim/loop.py"} <= expected

@@ -15,6 +15,7 @@ FOUND = {
     5725: "the first store after a restart went over a connection that was gone: the judge allowed for no such store",
     5732: "the same, after a loss of power",
     7993: "the same, with several of them",
+    15609: "the same as 10128, in the process of the engine",
     10128: "a worker's clock jumped over the deadline of its fence, and the worker stopped, as it must",
 }
 
