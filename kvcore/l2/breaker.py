@@ -21,8 +21,8 @@ An adapter answers every failure of its store with missing bits, as it answers a
 A probe that is not answered within `open_ns` is bad: a store that hangs does not keep the breaker half-open.
 Unlocks and deletions always pass: locks must be given back.
 
-A good lookup forgives bad lookups and nothing else; bytes that came over or went in forgive everything. A store that
-answers every lookup and fails every load would otherwise never have `failures` in a row, and cost each request its wait.
+A good lookup forgives bad lookups and nothing else; bytes that came over or went in forgive everything. Otherwise a
+store that answers every lookup and fails every load would never have `failures` in a row, and each request would wait.
 
 Rejected: a failure *rate* over a window (a store that is down is asked too often before the rate shows it, and one
 flaky key in a thousand opens it never, which is right but needs no window); growing pauses (the store shall be

@@ -54,11 +54,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, repeat
+from itertools import count
 from typing import TypeVar
 
-from kvcore.errors import CallerError, StoreError
+from kvcore.errors import CallerError
 from kvcore.keys import ObjectKey
+from kvcore.l2 import work
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
@@ -66,7 +67,6 @@ from kvcore.l2.index import Entry, Index, State
 from kvcore.l2.indexed_tasks import LoadTask, Read, StoreItem, StoreTask, Write, make_read, make_write
 from kvcore.l2.shared_work import byte_views
 from kvcore.l2.statistics import L2Counts, L2Statistics
-from kvcore.l2.work import LOADED, SLICE_KEYS, Loaded, Written, delete_all, read_all, slices, write_all
 from kvcore.ports import Executor, Notice, Outcome
 from kvcore.quota import Quota
 from kvcore.runtime.confined import LoopConfined
@@ -76,9 +76,6 @@ T = TypeVar("T")
 _DELETE_TRIES = 3
 
 STRONG = LockStrength(LockKind.STRONG)
-
-_BROKEN_OFF = Written(StoreAnswer.FAILED, 0, StoreError("the work broke off"), unknown=True)
-_NOT_LOADED = Loaded(error=StoreError("the work broke off"))
 
 
 class IndexedAdapter:
@@ -159,7 +156,7 @@ class IndexedAdapter:
         writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
             self._store(batch, position, key, view, size, writes)
-            if len(writes) == SLICE_KEYS:  # threads begin while the rest is being admitted
+            if len(writes) == work.SLICE_KEYS:  # threads begin while the rest is being admitted
                 self._launch_writes(writes)
                 writes = []
         if not keys:
@@ -173,49 +170,44 @@ class IndexedAdapter:
         return done
 
     def _store(
-        self,
-        batch: StoreTask,
-        position: int,
-        key: ObjectKey,
-        payload: memoryview,
-        record_bytes: int,
-        writes: list[Write],
+        self, batch: StoreTask, place: int, key: ObjectKey, payload: memoryview, record_bytes: int, writes: list[Write]
     ) -> None:
         """Steps 1 to 4 of the module text; appends to `writes` what has to be written."""
         entry = self._index.get(key)
         if entry is not None:
             if entry.state is State.WRITING or entry.state is State.DELETING:
-                item = StoreItem(batch, position, key, payload, record_bytes)
+                item = StoreItem(batch, place, key, payload, record_bytes)
                 entry.waiting = [*(entry.waiting or ()), item]
                 return
             if entry.state is State.PRESENT and entry.payload_bytes == len(payload):
                 self._index.touch(entry)
-                self._answer(batch, position, StoreAnswer.PRESENT)
+                self._answer(batch, place, StoreAnswer.PRESENT)
                 return
             if not entry.idle:
-                self._answer(batch, position, StoreAnswer.RETRY)
+                self._answer(batch, place, StoreAnswer.RETRY)
                 return
         replaces = entry is not None and entry.state is State.PRESENT
         admission = self._index.admit(key, len(payload), record_bytes)
         if admission is None:
-            self._answer(batch, position, StoreAnswer.FULL)
+            self._answer(batch, place, StoreAnswer.FULL)
             return
         if replaces:
             self._counts.defects[Defect.OTHER_SIZE] += 1
-        writes.append(make_write((batch, position, payload, *admission)))
+        writes.append(make_write((batch, place, payload, *admission)))
 
     def _launch_writes(self, writes: list[Write]) -> None:
-        for piece, piece_bytes in slices(writes, [write.entry.payload_bytes for write in writes]):
+        for piece, piece_bytes in work.slices(writes, [write.entry.payload_bytes for write in writes]):
             orders = [(write.entry.key, write.payload) for write in piece]
-            victims = {place: _keys_of(write.victims) for place, write in enumerate(piece) if write.victims}
-            work = partial(write_all, self._backend, orders, victims)
-            self._submit(work, partial(self._writes_ended, piece), piece_bytes)
+            victims = {place: [old.key for old in write.victims] for place, write in enumerate(piece) if write.victims}
+            run = partial(work.write_all, self._backend, orders, victims)
+            self._submit(run, partial(self._writes_ended, piece), piece_bytes)
 
-    def _writes_ended(self, piece: list[Write], results: list[Written] | None) -> None:
+    def _writes_ended(self, piece: list[Write], results: list[work.Written] | None) -> None:
         more: list[Write] = []
         gone: list[Entry] = []
         stored = 0
-        for write, result in zip(piece, repeat(_BROKEN_OFF) if results is None else results):
+        results = [work.WRITE_BROKEN_OFF] * len(piece) if results is None else results
+        for write, result in zip(piece, results, strict=True):
             batch, position, _, entry, victims = write
             answer = result.answer
             if answer is StoreAnswer.STORED:
@@ -235,19 +227,15 @@ class IndexedAdapter:
 
     def _settle_stored(self, write: Write, gone: list[Entry]) -> None:
         """Bring the index up to date with what the work has done, victims first."""
-        for victim in write.victims:
-            self._count_removal(victim)
-            self._index.deleted(victim, write.entry)
+        self._settle_victims(write, len(write.victims))
         self._counts.bytes_in += write.entry.payload_bytes
         if self._index.written(write.entry):
             self._retire(write.entry, gone)
 
-    def _settle_failed(self, write: Write, result: Written, gone: list[Entry]) -> None:
+    def _settle_failed(self, write: Write, result: work.Written, gone: list[Entry]) -> None:
         self._counts.io_errors += result.error is not None
+        self._settle_victims(write, result.victims_deleted)
         kept = write.victims[result.victims_deleted :]
-        for victim in write.victims[: result.victims_deleted]:
-            self._count_removal(victim)
-            self._index.deleted(victim, write.entry)
         if result.unknown:
             for entry in self._index.perhaps_written(write.entry, kept):
                 self._retire(entry, gone)
@@ -255,6 +243,11 @@ class IndexedAdapter:
         self._index.not_written(write.entry)
         for victim in kept:
             self._index.not_deleted(victim)
+
+    def _settle_victims(self, write: Write, deleted: int) -> None:
+        for victim in write.victims[:deleted]:
+            self._count_removal(victim)
+            self._index.deleted(victim, write.entry)
 
     def _wake(self, entry: Entry, answer: StoreAnswer, more: list[Write]) -> None:
         """Stores that waited for this work: look again after success, share the answer of a failure."""
@@ -302,7 +295,7 @@ class IndexedAdapter:
                 self._index.begin_load(entry)
                 reads.append(make_read((batch, position, entry, view)))
                 batch.unanswered += 1
-                if len(reads) == SLICE_KEYS:
+                if len(reads) == work.SLICE_KEYS:
                     self._launch_reads(reads)
                     reads = []
         self._counts.loads += len(keys)
@@ -331,28 +324,29 @@ class IndexedAdapter:
         return None
 
     def _launch_reads(self, reads: list[Read]) -> None:
-        for piece, piece_bytes in slices(reads, [len(read.into) for read in reads]):
+        for piece, piece_bytes in work.slices(reads, [len(read.into) for read in reads]):
             orders = [(read.entry.key, read.into) for read in piece]
-            self._submit(partial(read_all, self._backend, orders), partial(self._reads_ended, piece), piece_bytes)
+            self._submit(partial(work.read_all, self._backend, orders), partial(self._reads_ended, piece), piece_bytes)
 
-    def _reads_ended(self, piece: list[Read], results: list[Loaded] | None) -> None:
+    def _reads_ended(self, piece: list[Read], results: list[work.Loaded] | None) -> None:
         gone: list[Entry] = []
         hits = hit_bytes = 0
-        for (batch, position, entry, _), result in zip(piece, repeat(_NOT_LOADED) if results is None else results):
-            if result is LOADED:
+        results = [work.READ_BROKEN_OFF] * len(piece) if results is None else results
+        for (batch, position, entry, _), result in zip(piece, results, strict=True):
+            if result is work.LOADED:
                 batch.bits |= 1 << position
                 hits += 1
                 hit_bytes += entry.payload_bytes
             if self._index.end_load(entry):
                 self._retire(entry, gone)
-            if result is not LOADED:
+            if result is not work.LOADED:
                 self._settle_failed_read(entry, result, gone)
             self._read_answered(batch)
         self._counts.load_hits += hits
         self._counts.bytes_out += hit_bytes
         self._launch_deletes(gone)
 
-    def _settle_failed_read(self, entry: Entry, result: Loaded, gone: list[Entry]) -> None:
+    def _settle_failed_read(self, entry: Entry, result: work.Loaded, gone: list[Entry]) -> None:
         self._counts.io_errors += result.error is not None
         if result.defect is not None and not entry.broken:
             entry.broken = True
@@ -390,9 +384,9 @@ class IndexedAdapter:
         gone.append(entry)
 
     def _launch_deletes(self, gone: list[Entry]) -> None:
-        for piece, _ in slices(gone, [0] * len(gone)):
+        for piece, _ in work.slices(gone, [0] * len(gone)):
             keys = [entry.key for entry in piece]
-            self._submit(partial(delete_all, self._backend, keys), partial(self._deletes_ended, piece), 0)
+            self._submit(partial(work.delete_all, self._backend, keys), partial(self._deletes_ended, piece), 0)
 
     def _deletes_ended(self, piece: list[Entry], errors: list[Exception | None] | None) -> None:
         more: list[Write] = []
@@ -466,10 +460,10 @@ class IndexedAdapter:
         if self._closed:
             raise CallerError(f"the L2 adapter {self.name} is closed")
 
-    def _submit(self, work: Callable[[], list[T]], ended: Callable[[list[T] | None], None], cost_bytes: int) -> None:
+    def _submit(self, run: Callable[[], list[T]], ended: Callable[[list[T] | None], None], cost_bytes: int) -> None:
         self._work_inflight += 1
         try:
-            self._executor.submit(work, partial(self._ended, ended), cost_bytes)
+            self._executor.submit(run, partial(self._ended, ended), cost_bytes)
         except CallerError as error:  # the executor was closed under us
             self._ended(ended, Outcome(None, error))
 
@@ -500,7 +494,3 @@ class IndexedAdapter:
             self._count_removal(victim)
             self._index.deleted(victim)
         self._index.check()
-
-
-def _keys_of(entries: tuple[Entry, ...]) -> tuple[ObjectKey, ...]:
-    return tuple(entry.key for entry in entries)

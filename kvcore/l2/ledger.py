@@ -190,6 +190,8 @@ class Ledger:
 
     def unpark(self, key: ObjectKey) -> None:
         """Its use has ended."""
+        if self._unlimited:
+            return
         record = self._records.get(key)
         if record is not None and record.parked:
             record.parked = False
@@ -246,8 +248,15 @@ class Ledger:
         record.used_ns = max(record.used_ns, used_ns)
         record.scan = self._scan
 
+    @property
+    def _unlimited(self) -> bool:
+        """Nothing is ever evicted, so nothing is parked."""
+        return self.capacity_bytes is None and self._quota is None
+
     def _victims(self, salt: str, more_bytes: int) -> list[ObjectKey] | None:
         victims: list[ObjectKey] = []
+        if self._unlimited:
+            return victims
         while self._over_quota_bytes(salt, more_bytes) > 0 and self._evict(salt, victims):
             pass
         while self._over_bytes(more_bytes) > 0 and self._evict(None, victims):

@@ -13,8 +13,8 @@ Mooncake's Python calls never raise: they answer numbers, and negative ones are 
     (`register_region`); for other buffers there are registered frames, at the price of a copy.
 
 Who holds: the frames and the native client belong to this object; a region is the caller's, and this object holds a
-view of it, so that it stays mapped, until `close` has let the last call out. Nothing here announces anything. Any thread may call, several at once; the GIL is
-released in all native calls.
+view of it, so that it stays mapped, until `close` has let the last call out. Nothing here announces anything. Any
+thread may call, several at once; the GIL is released in all native calls.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import lru_cache, partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey, decode_key, key_text
@@ -45,7 +45,17 @@ from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect, Header
 from kvcore.l2.redis_pool import RedisOptions, RedisPool
-from kvcore.l2.redis_wire import Answer, Deadline, ErrorAnswer, Part, Wire, command, command_with_value
+from kvcore.l2.redis_wire import (
+    Answer,
+    Deadline,
+    ErrorAnswer,
+    Part,
+    Wire,
+    command,
+    command_with_value,
+    opening_of,
+    packed,
+)
 from kvcore.l2.shared_backend import Stored
 from kvcore.l2.shared_work import cut
 from kvcore.ports import Clock
@@ -82,11 +92,12 @@ class RedisBackend:
         self._pool = RedisPool(options, clock)
         self._prefix = options.prefix.encode()
         self.expiry = [] if options.ttl_s is None else [b"PX", b"%d" % round(options.ttl_s * _MS_PER_S)]
-        self._place = lru_cache(_PLACES_MAX)(partial(_place, self._prefix))
+        self.closing = packed(self.expiry)
+        self.place = lru_cache(_PLACES_MAX)(partial(_place, self._prefix, len(self.expiry)))
         self._lengths_seen: dict[ObjectKey, int] = {}  # of records with another length than asked for, until `discard`
 
     def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
-        return envelope.record_bytes(key, payload_bytes)
+        return self.place(key).header_bytes + payload_bytes
 
     def open(self) -> None:
         """PING, and a read to see whether we may and whether it is a cluster that sends us elsewhere."""
@@ -103,18 +114,18 @@ class RedisBackend:
         def one(wire: Wire, deadline: Deadline, key: ObjectKey) -> bool | Exception:
             length = wire.answer(deadline)
             if isinstance(length, int):
-                return length >= self._place(key)[1]
+                return length >= self.place(key).header_bytes
             return False if _is_other_type(length) else self.trouble(length)
 
-        return self._each(keys, [command(b"STRLEN", self._name(key)) for key in keys], one)
+        return self._each(keys, [self.place(key).strlen for key in keys], one)
 
     def write(self, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[StoreAnswer | Exception]:
-        writing = _Writing(self, [(self._name(key), key, payload) for key, payload in orders])
+        writing = _Writing(self, [(self.place(key), key, payload) for key, payload in orders])
         error = self._exchange(writing.talk, sum(len(payload) for _, payload in orders))
         return writing.answers(error)
 
     def read(self, orders: Sequence[tuple[ObjectKey, memoryview]]) -> list[Defect | Exception | None]:
-        commands = [command(b"GET", self._name(key)) for key, _ in orders]
+        commands = [self.place(key).get for key, _ in orders]
         more_bytes = sum(len(into) for _, into in orders)
         return self._each(orders, commands, self._read_one, more_bytes)
 
@@ -134,11 +145,11 @@ class RedisBackend:
             return Defect.MISSING
         if isinstance(length, ErrorAnswer):
             return Defect.FOREIGN if _is_other_type(length) else self.trouble(length)
-        head = memoryview(bytearray(self._place(key)[1]))
-        rest = length
-        for part in (head, into):
-            wire.fill(part[:rest], deadline)
-            rest -= min(rest, len(part))
+        head_bytes = self.place(key).header_bytes
+        head = wire.take(min(length, head_bytes), deadline).ljust(head_bytes, b"\0")
+        rest = max(0, length - head_bytes)
+        wire.fill(into[:rest], deadline)
+        rest -= min(rest, len(into))
         if rest > _SKIP_BYTES_MAX:
             wire.close()
         else:
@@ -218,7 +229,7 @@ class RedisBackend:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _name(self, key: ObjectKey) -> bytes:
-        return self._place(key)[0]
+        return self.place(key).name
 
     def _ask(self, commands: Sequence[Sequence[Part]]) -> list[Answer]:
         return self._pool.exchange(lambda wire, deadline: _asked(wire, commands, deadline))
@@ -274,12 +285,23 @@ class RedisBackend:
         return refused if isinstance(refused, StoreError) else _as_store_error(refused)
 
 
-def _place(prefix: bytes, key: ObjectKey) -> tuple[bytes, int]:
-    """The name of a record, and how long its header is. Costly: kept from the lookup to its load."""
-    return prefix + key_text(key).encode(), envelope.header_bytes(key)
+class _Place(NamedTuple):
+    """Where a record is, how long its header is, and the commands that name it. Costly: kept from lookup to load."""
+
+    name: bytes
+    header_bytes: int
+    strlen: list[Part]
+    get: list[Part]
+    set_opening: bytes
 
 
-_Order: TypeAlias = tuple[bytes, ObjectKey, memoryview]
+def _place(prefix: bytes, words_after_value: int, key: ObjectKey) -> _Place:
+    name = prefix + key_text(key).encode()
+    set_opening = opening_of([b"SET", name], words_after_value)
+    return _Place(name, envelope.header_bytes(key), command(b"STRLEN", name), command(b"GET", name), set_opening)
+
+
+_Order: TypeAlias = tuple[_Place, ObjectKey, memoryview]
 
 
 class _Writing:
@@ -300,7 +322,7 @@ class _Writing:
 
     def talk(self, wire: Wire, deadline: Deadline) -> None:
         self._results = [None] * len(self._orders)
-        wire.send([self._question(name) for name, _, _ in self._orders], deadline)
+        wire.send([self._question(place) for place, _, _ in self._orders], deadline)
         first = self._command(0)  # while the server looks
         same_length = self._lengths(wire, deadline)
         wire.send([self._header_question(position) for position in same_length], deadline)
@@ -316,30 +338,30 @@ class _Writing:
             answer = wire.answer(deadline)
             self._results[position] = StoreAnswer.STORED if answer == "OK" else self._backend.refusal(answer)
 
-    def _question(self, name: bytes) -> list[Part]:
-        parts = command(b"STRLEN", name)
-        return parts + command(b"PEXPIRE", name, self._expiry[1]) if self._expiry else parts
+    def _question(self, place: _Place) -> list[Part]:
+        return place.strlen + command(b"PEXPIRE", place.name, self._expiry[1]) if self._expiry else place.strlen
 
     def _lengths(self, wire: Wire, deadline: Deadline) -> list[int]:
         """The positions where something of the right length is."""
         same: list[int] = []
-        for position, (_, key, payload) in enumerate(self._orders):
+        for position, (place, _, payload) in enumerate(self._orders):
             length = wire.answer(deadline)
             if self._expiry:
                 wire.answer(deadline)
             if isinstance(length, ErrorAnswer) and not _is_other_type(length):
                 self._results[position] = self._backend.trouble(length)
-            elif length and length == envelope.record_bytes(key, len(payload)):
+            elif length and length == place.header_bytes + len(payload):
                 same.append(position)
         return same
 
     def _header_question(self, position: int) -> list[Part]:
-        name, key, _ = self._orders[position]
-        return command(b"GETRANGE", name, b"0", b"%d" % (envelope.header_bytes(key) - 1))
+        place = self._orders[position][0]
+        return command(b"GETRANGE", place.name, b"0", b"%d" % (place.header_bytes - 1))
 
     def _command(self, position: int) -> list[Part]:
-        name, key, payload = self._orders[position]
-        return command_with_value([b"SET", name], envelope.encode_header(key, payload), payload, self._expiry)
+        place, key, payload = self._orders[position]
+        head = envelope.encode_header(key, payload)
+        return command_with_value(place.set_opening, head, payload, self._backend.closing)
 
 
 def _asked(wire: Wire, commands: Sequence[Sequence[Part]], deadline: Deadline) -> list[Answer]:

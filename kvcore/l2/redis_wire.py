@@ -70,21 +70,20 @@ class Deadline:
 
 def command(*words: bytes) -> list[Part]:
     """One command of short words."""
-    return [b"*%d\r\n%b" % (len(words), _packed(words))]
+    return [b"*%d\r\n%b" % (len(words), packed(words))]
 
 
-def command_with_value(words: Sequence[bytes], head: bytes, value: memoryview, after: Sequence[bytes]) -> list[Part]:
-    """`words`, then `head` + `value` as one word, then the words `after`. The value is not copied."""
-    opening = b"*%d\r\n%b$%d\r\n%b" % (
-        len(words) + 1 + len(after),
-        _packed(words),
-        len(head) + len(value),
-        head,
-    )
-    return [opening, value, _CRLF + _packed(after)]
+def opening_of(words: Sequence[bytes], words_after: int) -> bytes:
+    """The beginning of a command up to its value: the same for each value, so it can be kept."""
+    return b"*%d\r\n%b" % (len(words) + 1 + words_after, packed(words))
 
 
-def _packed(words: Sequence[bytes]) -> bytes:
+def command_with_value(opening: bytes, head: bytes, value: memoryview, closing: bytes) -> list[Part]:
+    """`opening`, then `head` + `value` as one word, then `closing` (packed words). The value is not copied."""
+    return [b"%b$%d\r\n%b" % (opening, len(head) + len(value), head), value, _CRLF + closing]
+
+
+def packed(words: Sequence[bytes]) -> bytes:
     return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
@@ -141,6 +140,14 @@ class Wire:
         if line[:1] != b"$":
             raise StoreError("the server answered with something else than a value")
         return _length(line)
+
+    def take(self, count: int, deadline: Deadline) -> bytes:
+        """The next few bytes of the value: no more than the buffer holds."""
+        assert count <= _BUFFER_BYTES
+        while self._end - self._start < count:
+            self._refill(deadline)
+        start, self._start = self._start, self._start + count
+        return bytes(self._view[start : self._start])
 
     def fill(self, into: memoryview, deadline: Deadline) -> None:
         """The next bytes of the value."""

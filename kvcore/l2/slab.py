@@ -45,9 +45,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey
@@ -57,8 +56,21 @@ from kvcore.l2.envelope import Defect
 from kvcore.l2.indexed import IndexedAdapter
 from kvcore.l2.slab_entry import ENTRY_BYTES_MORE, PAGE_BYTES, SLOT_BYTES, encode_entry, slots_for
 from kvcore.l2.slab_files import SlabFiles
+from kvcore.l2.slab_jobs import (
+    Grouping,
+    Job,
+    Record,
+    entry_neighbours,
+    make_job,
+    make_record,
+    make_run,
+    neighbours,
+    pieces,
+    whole_pages,
+)
 from kvcore.l2.slab_recovery import recover
 from kvcore.l2.slab_space import Run, Space
+from kvcore.l2.work import SLICE_BYTES
 from kvcore.ports import Executor, Notice
 from kvcore.quota import Quota
 from kvcore.runtime.clock import SystemClock
@@ -69,7 +81,6 @@ _SLAB_BYTES_MIN = 64 * 1024
 _CAPACITY_BYTES_MAX = PAGE_BYTES << 32
 _TOKEN_BYTES = 8
 _PADDING = memoryview(bytes(PAGE_BYTES))
-_GROUP_BYTES_MAX = 4 * 1024 * 1024
 _CACHED_BYTES = 1024 * 1024  # what is read at once is checked while it is still in a core's own cache
 
 Order = tuple[ObjectKey, memoryview]
@@ -92,31 +103,7 @@ class SlabOptions:
             raise ConfigError(f"the capacity of a slab store lies between {PAGE_BYTES} and {_CAPACITY_BYTES_MAX} bytes")
 
 
-class Record(NamedTuple):  # a tuple is made three times as fast as a frozen dataclass
-    payload_bytes: int
-    runs: tuple[Run, ...]
-    slots: Run
-    sequence: int
-    header: bytes
-
-
 _Place = tuple[tuple[Run, ...], Run]  # pages and slots
-
-
-class _Job(NamedTuple):
-    """One key of one call, with the place of its record."""
-
-    position: int
-    key: ObjectKey
-    payload: memoryview
-    record: Record
-
-
-# tuple.__new__ runs without a Python frame per key
-_make_run: Callable[[tuple[int, int]], Run] = partial(tuple.__new__, Run)
-_make_record: Callable[[tuple[int, tuple[Run, ...], Run, int, bytes]], Record] = partial(tuple.__new__, Record)
-_Grouping = Callable[[list[_Job]], Iterator[list[_Job]]]
-_make_job: Callable[[tuple[int, ObjectKey, memoryview, Record]], _Job] = partial(tuple.__new__, _Job)
 
 
 class SlabBackend:
@@ -196,14 +183,14 @@ class SlabBackend:
         self._enter()
         try:
             jobs = self._place(orders, results)
-            jobs = self._write_grouped(jobs, results, self._side_by_side, self._write_payloads, self._release)
-            jobs = self._write_grouped(jobs, results, _entries_side_by_side, self._write_entries, self._withdraw)
+            jobs = self._write_grouped(jobs, results, self._neighbours, self._write_payloads, self._release)
+            jobs = self._write_grouped(jobs, results, entry_neighbours, self._write_entries, self._withdraw)
             self._adopt(jobs)
         finally:
             self._leave()
         return results
 
-    def _place(self, orders: Sequence[Order], results: list[Exception | None]) -> list[_Job]:
+    def _place(self, orders: Sequence[Order], results: list[Exception | None]) -> list[Job]:
         """Take room for every record, side by side if there is a place for all of them."""
         if not orders:
             return []
@@ -216,13 +203,13 @@ class SlabBackend:
                 places = [self._take_place(count, len(header)) for count, header in zip(pages, headers)]
             first = self._sequence + 1
             self._sequence += len(orders)
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for position, ((key, payload), header, place) in enumerate(zip(orders, headers, places)):
             if place is None:
                 results[position] = OSError(errno.ENOSPC, "no room in the slabs")
             else:
-                record = _make_record((len(payload), *place, first + position, header))
-                jobs.append(_make_job((position, key, payload, record)))
+                record = make_record((len(payload), *place, first + position, header))
+                jobs.append(make_job((position, key, payload, record)))
         return jobs
 
     def _take_rows(self, pages: list[int], slots: list[int]) -> list[_Place] | None:
@@ -261,14 +248,14 @@ class SlabBackend:
 
     def _write_grouped(
         self,
-        jobs: list[_Job],
+        jobs: list[Job],
         results: list[Exception | None],
-        grouped: _Grouping,
-        write: Callable[[list[_Job]], None],
-        undo: Callable[[_Job, Exception], Exception],
-    ) -> list[_Job]:
+        grouped: Grouping,
+        write: Callable[[list[Job]], None],
+        undo: Callable[[Job, Exception], Exception],
+    ) -> list[Job]:
         """Write groups of neighbours, one by one where a group fails; the jobs that are still good."""
-        good: list[_Job] = []
+        good: list[Job] = []
         for group in grouped(jobs):
             try:
                 write(group)
@@ -282,43 +269,28 @@ class SlabBackend:
                 good += self._write_grouped([job], results, grouped, write, undo)
         return good
 
-    def _side_by_side(self, jobs: list[_Job], bytes_max: int = _GROUP_BYTES_MAX) -> Iterator[list[_Job]]:
-        """What one call can move. The first page of a slab has no neighbour: it lies in another file."""
-        group: list[_Job] = []
-        following = pages = 0
-        for job in jobs:
-            runs = job.record.runs
-            start, count = runs[0]
-            pages += count
-            if group and (
-                start != following or len(runs) > 1 or pages * PAGE_BYTES > bytes_max or start % self._slab_pages == 0
-            ):
-                yield group
-                group, pages = [], count
-            group.append(job)
-            following = start + count if len(runs) == 1 else -1
-        if group:
-            yield group
+    def _neighbours(self, jobs: list[Job]) -> Iterator[list[Job]]:
+        return neighbours(jobs, self._slab_pages, SLICE_BYTES)
 
-    def _write_payloads(self, group: list[_Job]) -> None:
+    def _write_payloads(self, group: list[Job]) -> None:
         if len(group[0].record.runs) > 1:
-            for run, part in _pieces(group[0]):
+            for run, part in pieces(group[0]):
                 padding = _PADDING[: run.count * PAGE_BYTES - len(part)]
                 self._files.write_pages(run.start, [part, padding] if padding else [part])
             return
-        self._files.write_pages(group[0].record.runs[0].start, _whole_pages(group, _PADDING))
+        self._files.write_pages(group[0].record.runs[0].start, whole_pages(group, _PADDING))
 
-    def _write_entries(self, group: list[_Job]) -> None:
+    def _write_entries(self, group: list[Job]) -> None:
         seed = self._files.seed
         entries = [encode_entry(record.header, record.runs, record.sequence, seed) for _, _, _, record in group]
         self._files.write_slots(group[0].record.slots.start, b"".join(entries))
 
-    def _release(self, job: _Job, error: Exception) -> Exception:
+    def _release(self, job: Job, error: Exception) -> Exception:
         """Nothing of the record is visible."""
         self._free(job.record)
         return error
 
-    def _withdraw(self, job: _Job, error: Exception) -> Exception:
+    def _withdraw(self, job: Job, error: Exception) -> Exception:
         """Perhaps its entry was written."""
         try:
             self._erase(job.record)
@@ -331,7 +303,7 @@ class SlabBackend:
         self._free(job.record)
         return error
 
-    def _adopt(self, jobs: list[_Job]) -> None:
+    def _adopt(self, jobs: list[Job]) -> None:
         """The records exist. One that was there under the same key goes."""
         replaced: list[tuple[ObjectKey, Record]] = []
         with self._lock:
@@ -353,7 +325,7 @@ class SlabBackend:
 
     def read_many(self, orders: Sequence[Order]) -> list[Defect | Exception | None]:
         results: list[Defect | Exception | None] = [None] * len(orders)
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         self._enter()
         try:
             for position, (key, into) in enumerate(orders):
@@ -363,14 +335,14 @@ class SlabBackend:
                 elif record.payload_bytes != len(into):
                     results[position] = Defect.OTHER_SIZE
                 else:
-                    jobs.append(_make_job((position, key, into, record)))
-            for group in self._side_by_side(jobs, _CACHED_BYTES):
+                    jobs.append(make_job((position, key, into, record)))
+            for group in neighbours(jobs, self._slab_pages, _CACHED_BYTES):
                 self._read_group(group, results)
         finally:
             self._leave()
         return results
 
-    def _read_group(self, group: list[_Job], results: list[Defect | Exception | None]) -> None:
+    def _read_group(self, group: list[Job], results: list[Defect | Exception | None]) -> None:
         """One call for all; what fails or ends early is read one by one to find whose fault it is."""
         try:
             whole = self._read_payloads(group)
@@ -389,10 +361,10 @@ class SlabBackend:
             elif not envelope.payload_matches(record.header, payload):
                 results[position] = Defect.FLIPPED
 
-    def _read_payloads(self, group: list[_Job]) -> bool:
+    def _read_payloads(self, group: list[Job]) -> bool:
         if len(group) == 1:
-            return all(self._files.read_pages(run.start, [part]) == len(part) for run, part in _pieces(group[0]))
-        parts = _whole_pages(group, memoryview(bytearray(PAGE_BYTES)))
+            return all(self._files.read_pages(run.start, [part]) == len(part) for run, part in pieces(group[0]))
+        parts = whole_pages(group, memoryview(bytearray(PAGE_BYTES)))
         return self._files.read_pages(group[0].record.runs[0].start, parts) == sum(map(len, parts))
 
     # --- delete ----------------------------------------------------------------------------------------------------
@@ -461,41 +433,7 @@ def _row(space: Space, counts: list[int]) -> Iterator[Run] | None:
     if row is None:
         return None
     starts = accumulate(counts, initial=row.start)
-    return map(_make_run, zip(starts, counts))
-
-
-def _pieces(job: _Job) -> Iterator[tuple[Run, memoryview]]:
-    """What of the payload belongs into which run."""
-    start = 0
-    for run in job.record.runs:
-        end = start + run.count * PAGE_BYTES
-        yield run, job.payload[start:end]
-        start = end
-
-
-def _whole_pages(group: list[_Job], padding: memoryview) -> list[memoryview]:
-    """The payloads of neighbours, each filled up to a whole page, so that one call moves all."""
-    parts: list[memoryview] = []
-    for _, _, payload, record in group:
-        parts.append(payload)
-        missing = record.runs[0].count * PAGE_BYTES - record.payload_bytes
-        if missing:
-            parts.append(padding[:missing])
-    return parts
-
-
-def _entries_side_by_side(jobs: list[_Job]) -> Iterator[list[_Job]]:
-    group: list[_Job] = []
-    following = -1
-    for job in jobs:
-        start, count = job.record.slots
-        if group and start != following:
-            yield group
-            group = []
-        group.append(job)
-        following = start + count
-    if group:
-        yield group
+    return map(make_run, zip(starts, counts))
 
 
 @lru_cache(4096)

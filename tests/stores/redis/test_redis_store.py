@@ -301,6 +301,7 @@ def spoil(server, name, how, key):
         "flipped": good[:-1] + b"z",
         "torn": good[:-1],
         "short": good[:10],
+        "torn in its key": good[:70],
         "long": good + b"!",
         "foreign": b"KVCORELX" + good[8:],
         "other key": encode_header(other, b"y" * 100) + b"y" * 100,
@@ -309,7 +310,9 @@ def spoil(server, name, how, key):
     server.say("SET", name, spoiled)
 
 
-@pytest.mark.parametrize("how", ["flipped", "torn", "short", "long", "foreign", "other key", "far too long"])
+@pytest.mark.parametrize(
+    "how", ["flipped", "torn", "short", "torn in its key", "long", "foreign", "other key", "far too long"]
+)
 def test_a_bad_record_is_a_miss_and_gone_and_its_neighbours_are_not(valkey, session, many, how):
     server = valkey()
     store = session(port=server.port, timeout_s=5.0)
