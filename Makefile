@@ -8,6 +8,7 @@
 #   make storm          real processes killed, stopped and cut off
 #   make soak           hours of all that      make mutation   mutants of the pure core against the tests
 #   make bench-peers    the server beside another cache's, in .venv-peers
+#   make report   the sample reports, into reports/samples/    make pages   the pages of reports in a real browser
 #   make system   lists what tests want besides Python packages (libraries of store clients, FUSE, a compiler, a browser),
 #                 and installs it where apt-get may be run; what is missing is skipped loudly, and fails when CI=true
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
@@ -27,7 +28,7 @@ TORCH_STAMP := $(VENV)/.kvcore-torch
 SERVERS_STAMP := $(VENV)/.kvcore-servers
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(SERVERS_STAMP),servers,$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@))): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
+.PHONY: report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -64,6 +65,12 @@ storm: $(TORCH_STAMP)
 
 mutation: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/mutation)
+
+report: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/report_samples.py)
+
+pages: $(STAMP)
+	$(call TIME,$(BIN)/python -m pytest -n 0 tests/reports/pages)
 
 bench-peers: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/bench_peers.py)

@@ -147,7 +147,11 @@ class SwarmResult:
             "faults": {
                 name: {"enabled": self.enabled.get(name, 0), "fired": self.fired.get(name, 0)} for name in kinds
             },
-            "sometimes": {**report(self.marks), "unseen": unseen(self.marks, all_marks().values())},
+            "sometimes": {
+                **report(self.marks),
+                "unseen": unseen(self.marks, all_marks().values()),
+                "counts": dict(sorted(self.marks.items())),
+            },
             "bytes_checked": self.bytes_checked,
             "loads_verified": self.loads_verified,
             "tokens_compared": self.tokens_compared,

@@ -49,7 +49,7 @@ would only make more noise. (That of HELLO is how long its answer is waited for.
 _GIVEN_UP = ("prefetch.deadline", "prefetch.expire", "writeback.deadline", "writeback.late")
 _STEP_NS = (MS, 120_000 * MS)
 _WORKER_STEP_NS_MAX = 50_000 * MS
-"""A process with a worker whose clock jumps over the deadline of its fence (60 s) has to stop, as for a device that hangs."""
+"""A worker whose clock jumps over the deadline of its fence (60 s) has to stop, as for a device that hangs."""
 _PER_MILLE = 1_000
 
 

@@ -246,7 +246,7 @@ def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[s
     assert result["seeds_per_s"] > 0
     assert {name.partition(".")[0] for name in result["faults"]} >= {"l2", "transport", "process", "config", "clock"}
     assert all(set(counts) == {"enabled", "fired"} for counts in result["faults"].values())
-    assert set(result["sometimes"]) == {"hit", "total", "unseen"}
+    assert set(result["sometimes"]) == {"hit", "total", "unseen", "counts"}
     assert result["bytes_checked"] > 0
     assert result["loads_verified"] > 0
     assert "verdict: pass" in output.err

@@ -16,6 +16,7 @@ FOUND = {
     5732: "the same, after a loss of power",
     7993: "the same, with several of them",
     15609: "the same as 10128, in the process of the engine",
+    18531: "the same, over the deadline of a copy",
     10128: "a worker's clock jumped over the deadline of its fence, and the worker stopped, as it must",
 }
 

@@ -1,0 +1,401 @@
+"""Load only what pays: how much of a found prefix to load, from what the running system has measured.
+
+Theory of operation
+-------------------
+A lookup has found a prefix. Loading it spares the GPU work and costs the link time; both have queues. `decide` weighs
+the ways to serve the prompt and takes the cheapest. A way is an `Offer`: so many tokens, and per link the bytes to haul
+(an L2 store into host memory, then host memory into the GPU); recomputing is the offer of no tokens, and always there.
+
+    cost = own + beyond + lost(gpu, compute) + sum over links of lost(link, haul)
+
+    own    = waited + max(wait for the GPU, wait for the hauls) + compute      (less what overlaps, with layers ahead)
+    beyond = TAIL_WEIGHT * (own - tail), where own is above the tail
+    lost(queue, x) = x * (waiting + (rate * (work + x/2) + RUNNING_WEIGHT * busy^2 * running) / (1 - busy))
+
+`own` is this request's time to its first token. `lost` is what the others lose because x seconds of work go in front of
+them. Everyone who waits loses x, and so does everyone who comes (at `rate`) before the queue is empty again: a queue
+with `work` seconds in it runs empty after work/(1 - busy), and x more seconds make that x/(1 - busy) longer, on whose
+average half of x is done. Without that term a full GPU would look as cheap as an idle one; with it, an idle system
+gives Pollaczek and Khinchin's wait (Kleinrock, Queueing Systems I, 5.6). So a second on a loaded GPU is dear, a second
+on a loaded link too, and where both are full the requests that spare most per second of link are the ones that load.
+
+The sequences that decode on the GPU (`running`) lose x too, but not of a first token. On an idle GPU that is no reason
+to let somebody wait for a slow load; on a full one they stay longer, with the memory they hold, and everyone behind
+them waits. Hence a weight that grows with the busy share; its form and factor are ours, chosen by simulation (the
+project's reports, over both Mooncake traces), where busy in place of busy^2 made an idle GPU load too much.
+
+`beyond` keeps the slowest requests from paying for the average: a request whose own time would be above the `tail`
+(what one in twenty exceeds, as measured) gives its time up for others only where it helps them several times as much.
+
+What is measured, and how it gets here:
+
+1. `PrefillMeter`: seconds of a step by its tokens and its pairs of query and key; a least-squares fit with decay.
+2. `LineMeter`, one per link: seconds of a haul, alone on the link, by its bytes; fixed part and seconds per byte.
+3. `ShareMeter`: how busy a GPU or a link is, and how many arrive per second, over the last minute.
+4. `TailMeter`: the time to the first token that one request in twenty exceeds.
+5. Queue lengths: requests that wait, sequences that run, seconds of work by the rates above.
+
+Before anything was measured of the GPU or of a link, what is found there is loaded, as without this module; of an
+unmeasured link at most `TRIALS` hauls at a time, since it may be slow. A link that nothing was loaded over for
+`PROBE_AFTER` found prefixes may have become faster: a small piece (`PROBE_TOKENS`) more than what pays is loaded.
+
+`Limits`, from the configuration, have the last word on loads of a whole prefix: below `floor_tokens` nothing is loaded,
+from `ceiling_tokens` on everything, whatever was measured. Floor 0 and ceiling 0 together: always load.
+
+Nothing here knows the time (it comes as an argument), draws, or holds anything. Seconds are float: no test or replay
+depends on their last bits, since a tie takes the offer that loads less.
+
+Rejected: pieces of a prefix as further ways (the simulation showed no gain); a threshold in tokens (right for one link,
+one load, one rest of the prompt); 1/(1 - busy) as the only price (averages over a minute; blind to the burst that is
+here now); selfish choice (own time only: with a full GPU and a slow store it computes what would have spared everybody).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, unique
+
+from kvcore.errors import ConfigError
+
+DECAY = 0.998  # weight of the sample before this one: the last 500 count most
+SAMPLES_MIN = 2
+TRIALS = 4
+PROBE_TOKENS = 512
+PROBE_AFTER = 512
+WINDOW_S = 60.0
+SLACK_MIN = 0.05  # 1 - busy is taken as at least this: a busy share of one minute is no proof of an endless queue
+TIE = 1e-9
+RUNNING_WEIGHT = 4.0
+TAIL_SHARE = 0.05
+TAIL_WEIGHT = 4.0
+TAIL_STEP = 0.1  # of the mean: a tail ten times the mean is found within some hundred requests
+TOKENS_MAX = 1 << 40
+
+
+@unique
+class Reason(Enum):
+    """Why a decision is what it is."""
+
+    NOTHING = "nothing found"
+    PAYS = "loading pays"
+    COMPUTE = "computing is cheaper"
+    FLOOR = "below the floor"
+    CEILING = "above the ceiling"
+    PROBE = "a piece more, to measure the link"
+    UNMEASURED = "not measured yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """From the configuration. `ceiling_tokens` None: there is none."""
+
+    floor_tokens: int = 0
+    ceiling_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor_tokens <= TOKENS_MAX:
+            raise ConfigError(f"the admission floor must be 0 tokens or more, not {self.floor_tokens}")
+        if self.ceiling_tokens is not None and not self.floor_tokens <= self.ceiling_tokens <= TOKENS_MAX:
+            raise ConfigError(
+                f"the admission ceiling of {self.ceiling_tokens} tokens is below the floor of {self.floor_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Measured seconds of one haul."""
+
+    fixed_s: float
+    byte_s: float
+
+    def seconds(self, size: float) -> float:
+        return self.fixed_s + self.byte_s * size if size > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Measured seconds of computing. The fixed part of a step is not in it: loading does not spare the step."""
+
+    token_s: float
+    pair_s: float
+
+    def seconds(self, new_tokens: int, prefix_tokens: int = 0) -> float:
+        return self.token_s * new_tokens + self.pair_s * pairs(new_tokens, prefix_tokens)
+
+
+def pairs(new_tokens: int, prefix_tokens: int) -> float:
+    """Pairs of query and key that causal attention computes."""
+    return new_tokens * (prefix_tokens + new_tokens / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """In front of a GPU or on a link: requests behind this one, sequences that run beside it, seconds of work, arrivals
+    per second, busy share."""
+
+    waiting: int = 0
+    running: int = 0
+    work_s: float = 0.0
+    rate: float = 0.0
+    busy: float = 0.0
+
+    def lost_s(self, work_s: float) -> float:
+        """What others lose when so many seconds are put in front of them (module text)."""
+        slack = max(1 - self.busy, SLACK_MIN)
+        running = RUNNING_WEIGHT * min(self.busy, 1.0) ** 2 * self.running
+        return work_s * (self.waiting + (running + self.rate * (self.work_s + work_s / 2)) / slack)
+
+
+IDLE = Queue()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`prefill` None: not measured. `ahead_s`: seconds until this request could begin to compute. `tail_s` 0: unknown.
+
+    `layers`: pieces in which the last haul overlaps the computing; 1: it must be there first.
+    """
+
+    prefill: Prefill | None
+    queue: Queue = IDLE
+    ahead_s: float = 0.0
+    tail_s: float = 0.0
+    layers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`line` None: not measured. `hauls`: under way. `idle_offers`: found prefixes since the last one."""
+
+    line: Line | None
+    queue: Queue = IDLE
+    hauls: int = 0
+    idle_offers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A way to serve: this many tokens from the cache, with (link, bytes) to haul, one after the other."""
+
+    tokens: int
+    hauls: tuple[tuple[int, int], ...]
+
+
+NOTHING = Offer(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`tokens` of the found prefix are to be loaded: those of `offer`, or less for a probe; NOTHING: compute.
+
+    `gain_s`: what that spares over computing, by the costs of the module text; 0 where nothing was compared.
+    """
+
+    tokens: int
+    reason: Reason
+    offer: Offer = NOTHING
+    gain_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Its tokens, at least one more than any offer serves, and the seconds since it arrived."""
+
+    tokens: int
+    waited_s: float = 0.0
+
+
+def decide(prompt: Prompt, offers: Sequence[Offer], gpu: Gpu, links: Sequence[Link], limits: Limits) -> Decision:
+    """The cheapest way to serve a prompt. `offers` by ascending tokens, the found prefix last; none: nothing found."""
+    offers = [offer for offer in offers if offer.tokens > 0]
+    if not offers:
+        return Decision(0, Reason.NOTHING)
+    longest = offers[-1]
+    assert longest.tokens < prompt.tokens, "at least one token is computed"
+    if limits.ceiling_tokens is not None and longest.tokens >= limits.ceiling_tokens:
+        return Decision(longest.tokens, Reason.CEILING, longest)
+    if longest.tokens < limits.floor_tokens:
+        return Decision(0, Reason.FLOOR)
+    if gpu.prefill is None:
+        return Decision(longest.tokens, Reason.UNMEASURED, longest)
+    return _cheapest(prompt, offers, gpu, gpu.prefill, links, limits)
+
+
+def _cheapest(
+    prompt: Prompt, offers: Sequence[Offer], gpu: Gpu, prefill: Prefill, links: Sequence[Link], limits: Limits
+) -> Decision:
+    unknown = next((offer for offer in offers if not _measured(offer, links)), None)
+    if unknown is not None and all(links[at].hauls < TRIALS for at, _ in unknown.hauls if links[at].line is None):
+        return Decision(unknown.tokens, Reason.UNMEASURED, unknown)
+    computing = best_cost = cost_s(prompt, NOTHING, gpu, prefill, links)
+    best = NOTHING
+    for offer in offers:
+        if offer.tokens < limits.floor_tokens or not _measured(offer, links):
+            continue
+        cost = cost_s(prompt, offer, gpu, prefill, links)
+        if cost < best_cost * (1 - TIE):
+            best, best_cost = offer, cost
+    probe = next((offer for offer in offers if offer.tokens > best.tokens and _stale(offer, links)), None)
+    if probe is not None:
+        return Decision(min(probe.tokens, best.tokens + PROBE_TOKENS), Reason.PROBE, probe)
+    if best is NOTHING:
+        return Decision(0, Reason.COMPUTE)
+    return Decision(best.tokens, Reason.PAYS, best, computing - best_cost)
+
+
+def _measured(offer: Offer, links: Sequence[Link]) -> bool:
+    return all(links[at].line is not None for at, _ in offer.hauls)
+
+
+def _stale(offer: Offer, links: Sequence[Link]) -> bool:
+    return _measured(offer, links) and any(links[at].idle_offers >= PROBE_AFTER for at, _ in offer.hauls)
+
+
+def cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequence[Link]) -> float:
+    """Own time and what others lose, in seconds (module text). All of the offer's links are measured."""
+    arrived = lost = haul = 0.0
+    for at, size in offer.hauls:
+        link = links[at]
+        assert link.line is not None
+        haul = link.line.byte_s * size
+        arrived += link.queue.work_s + link.line.fixed_s + haul
+        lost += link.queue.lost_s(haul)
+    compute = prefill.seconds(prompt.tokens - offer.tokens, offer.tokens)
+    assert compute >= 0
+    spared = min(haul, compute) * (1 - 1 / gpu.layers)  # h/L + (L-1)/L max(h, c) + c/L instead of h + c
+    own = prompt.waited_s + max(arrived - spared, gpu.ahead_s) + compute
+    return own + beyond_s(own, gpu.tail_s) + gpu.queue.lost_s(compute) + lost
+
+
+def beyond_s(own_s: float, tail_s: float) -> float:
+    """What a request's time beyond the tail counts more (module text); 0 where the tail is not known."""
+    return TAIL_WEIGHT * (own_s - tail_s) if 0 < tail_s < own_s else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- meters
+
+
+class LineMeter:
+    """Seconds against size: a weighted least-squares line whose old samples fade."""
+
+    __slots__ = ("_samples", "_sums", "_weight")
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._weight = 0.0
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # of x, x*x, y, x*y
+
+    def add(self, size: float, seconds: float) -> None:
+        """One haul that had the link for itself."""
+        assert size > 0
+        assert seconds >= 0
+        self._samples += 1
+        self._weight = self._weight * DECAY + 1
+        for at, value in enumerate((size, size * size, seconds, size * seconds)):
+            self._sums[at] = self._sums[at] * DECAY + value
+
+    @property
+    def line(self) -> Line | None:
+        """None before the first sample. Samples of one size alone: no fixed part can be told from them."""
+        if not self._samples:
+            return None
+        x, xx, y, xy = (total / self._weight for total in self._sums)
+        spread = xx - x * x
+        if self._samples < SAMPLES_MIN or spread <= 1e-6 * xx:
+            return Line(0.0, y / x)
+        slope = max((xy - x * y) / spread, 0.0)
+        fixed = y - slope * x
+        return Line(fixed, slope) if fixed >= 0 else Line(0.0, xy / xx)
+
+
+class PrefillMeter:
+    """Seconds of a step against its tokens and pairs: a weighted least-squares plane whose old samples fade."""
+
+    __slots__ = ("_fit", "_samples", "_sums")
+
+    REFIT_AFTER = 16
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._sums = [0.0] * 8  # weight, n, p, y, nn, np, pp, ny, py: see add
+        self._sums.append(0.0)
+        self._fit: Prefill | None = None
+
+    def add(self, tokens: int, pairs_computed: float, seconds: float) -> None:
+        """One step that computed prompts: all its new tokens and pairs together."""
+        assert tokens > 0
+        n, p = float(tokens), pairs_computed
+        sample = (1.0, n, p, seconds, n * n, n * p, p * p, n * seconds, p * seconds)
+        self._sums = [total * DECAY + value for total, value in zip(self._sums, sample)]
+        self._samples += 1
+        if self._samples <= self.REFIT_AFTER or self._samples % self.REFIT_AFTER == 0:
+            self._fit = self._fitted()
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """None before the first sample."""
+        return self._fit
+
+    def _fitted(self) -> Prefill:
+        weight, n, p, y, nn, np_, pp, ny, py = self._sums
+        n, p, y = n / weight, p / weight, y / weight
+        var_n, var_p = nn / weight - n * n, pp / weight - p * p
+        both, n_y, p_y = np_ / weight - n * p, ny / weight - n * y, py / weight - p * y
+        apart = var_n * var_p - both * both
+        if self._samples >= SAMPLES_MIN + 1 and apart > 1e-6 * var_n * var_p > 0:
+            token_s, pair_s = (n_y * var_p - p_y * both) / apart, (p_y * var_n - n_y * both) / apart
+            if token_s > 0 and pair_s >= 0:
+                return Prefill(token_s, pair_s)
+        if var_n > 1e-6 * n * n and n_y > 0:
+            return Prefill(n_y / var_n, 0.0)
+        return Prefill(y / n, 0.0)
+
+
+@dataclass(slots=True)
+class ShareMeter:
+    """A sum per second over about the last `window_s`: busy seconds make a share, ones make a rate."""
+
+    window_s: float = WINDOW_S
+    _sum: float = field(default=0.0, init=False)
+    _begin_s: float | None = field(default=None, init=False)
+    _last_s: float = field(default=0.0, init=False)
+
+    def add(self, now_s: float, amount: float) -> None:
+        """`amount` more at this time; times do not go backwards."""
+        self._fade(now_s)
+        self._sum += amount
+
+    def per_second(self, now_s: float) -> float:
+        """0 before the first sample. A young meter divides by the time it has seen."""
+        if self._begin_s is None:
+            return 0.0
+        self._fade(now_s)
+        seen = self.window_s * -math.expm1(-(now_s - self._begin_s) / self.window_s)
+        return self._sum / max(seen, self.window_s / 60)
+
+    def _fade(self, now_s: float) -> None:
+        if self._begin_s is None:
+            self._begin_s = self._last_s = now_s
+        assert now_s >= self._last_s - TIE
+        if now_s > self._last_s:
+            self._sum *= math.exp((self._last_s - now_s) / self.window_s)
+            self._last_s = now_s
+
+
+class TailMeter:
+    """What a share `TAIL_SHARE` of the samples exceeds, followed in steps of a part of their mean (Robbins, Monro)."""
+
+    __slots__ = ("_mean", "tail_s")
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self.tail_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One time to a first token. The tail is 0 before the first."""
+        assert seconds >= 0
+        self._mean += (seconds - self._mean) / 100 if self._mean else seconds
+        up = 1 - TAIL_SHARE if seconds > self.tail_s else -TAIL_SHARE
+        self.tail_s = max(self.tail_s + TAIL_STEP * self._mean * up, 0.0)

@@ -1,0 +1,99 @@
+"""`kvcore report goodput`: up to which load do the requests meet their objectives, with which policy?
+
+The same simulation as `trace`, over several loads. A policy *holds* a load where at least `SHARE_HELD` of the requests
+meet every limit; the verdict names the highest load below which all loads tried are held. Nothing is interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcore.reports.kinds import replay
+from kvcore.reports.kinds.replay import POLICY_WORDS, Replay
+from kvcore.reports.page import Lines, Report, Series, Table, Work, words
+from kvcore.reports.serving import Policy
+from kvcore.reports.slo import Goodput
+
+SHARE_HELD = 0.9
+
+
+def build(prepared: Replay, work: Work) -> Report:
+    """The report."""
+    assert prepared.ask.slo is not None
+    served = replay.serve(prepared, work)
+    rows = [replay.row(name, result, served.ask.slo) for name, result in served.results.items()]
+    return Report(
+        "goodput",
+        f"Up to which load does {served.trace.name} meet {served.ask.slo}?",
+        tuple(_verdict(served)),
+        tables=(Table("cells", "All cells", replay.COLUMNS, rows, ("cell",)),),
+        charts=tuple(_charts(served)),
+        records=replay.records(served),
+        inputs=replay.inputs(served),
+        notes=replay.notes(served),
+        missing=tuple(work.missing),
+        seed=served.ask.seed,
+    )
+
+
+def _good(served: Replay, policy: Policy, load: float) -> Goodput | None:
+    result = served.of(policy, load, served.ask.evictions[0])
+    return result.goodput(served.ask.slo) if result else None
+
+
+def held(served: Replay, policy: Policy) -> float | None:
+    """The highest load up to which all loads tried are held; None: not even the lowest."""
+    highest = None
+    for load in sorted(served.ask.loads):
+        good = _good(served, policy, load)
+        if good is None or good.share is None or good.share < SHARE_HELD:
+            break
+        highest = load
+    return highest
+
+
+def _verdict(served: Replay) -> Iterator[str]:
+    yield f"{served.trace.name}, {words.count(len(served.trace), 'request')}; {served.place}; SLO {served.ask.slo}."
+    parts = [f"{POLICY_WORDS[policy]} {_held_words(served, policy)}" for policy in served.ask.policies]
+    yield f"{SHARE_HELD:.0%} of the requests meet it: {'; '.join(parts)}."
+    yield from _best(served)
+
+
+def _held_words(served: Replay, policy: Policy) -> str:
+    highest = held(served, policy)
+    if highest is None:
+        return "at none of the loads tried"
+    rate = highest * len(served.trace) / max(served.trace.duration_s, 1e-9)
+    return f"up to {highest:g} times the trace's rate ({words.digits(rate)} requests/s)"
+
+
+def _best(served: Replay) -> Iterator[str]:
+    """A cache is recommended only where it holds more load than none."""
+    if Policy.NEVER not in served.ask.policies:
+        return
+    none = held(served, Policy.NEVER) or 0.0
+    others = {policy: held(served, policy) or 0.0 for policy in served.ask.policies if policy is not Policy.NEVER}
+    better = {policy: highest for policy, highest in others.items() if highest > none}
+    worse = [POLICY_WORDS[policy] for policy, highest in others.items() if highest < none]
+    if better:
+        best = max(better, key=lambda policy: better[policy])
+        yield f"Worth it: {POLICY_WORDS[best]} holds {better[best]:g} times the rate, no cache {none:g} times."
+    else:
+        yield "At these loads a cache holds no more than none."
+    if worse:
+        yield f"Worse than no cache: {words.listed(worse)}."
+
+
+def _charts(served: Replay) -> Iterator[Lines]:
+    trace = served.trace
+    rates = [load * len(trace) / max(trace.duration_s, 1e-9) for load in served.ask.loads]
+    shares, per_s = [], []
+    for policy in served.ask.policies:
+        goods = [_good(served, policy, load) for load in served.ask.loads]
+        dashed, name = policy is Policy.NEVER, POLICY_WORDS[policy]
+        share = [None if good is None or good.share is None else 100 * good.share for good in goods]
+        shares.append(Series(name, rates, share, dashed, points=True))
+        per_s.append(Series(name, rates, [None if good is None else good.per_s for good in goods], dashed, points=True))
+    x = "Requests per second offered"
+    yield Lines("goodput_share", f"Requests that meet {served.ask.slo}", x, "Share of the requests, %", tuple(shares))
+    yield Lines("goodput_rate", "Goodput", x, "Good requests per second", tuple(per_s))

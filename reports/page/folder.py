@@ -1,0 +1,130 @@
+"""One folder per report: index.html, report.json, table.csv, records.jsonl and a PNG per chart.
+
+Theory of operation
+-------------------
+1. `check_folder` before any work: a folder that exists is refused. `--force` takes an empty one, or one that holds a
+   report (a `report.json` with our schema) and nothing beside the files that it names: nothing of anybody else's is
+   ever removed.
+2. Everything is written into a sibling folder first and moved into place at the end, so that a reader never finds half
+   a report, and a failed write leaves the old one as it was. Who frees: `write` removes the sibling on every path.
+3. table.csv holds the report's main table, the first one; a further one is `table-NAME.csv`.
+
+    report.json    schema, kind, title, verdict, good, inputs, provenance, notes, missing, tables, charts, files
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvcore.errors import ConfigError
+from kvcore.reports.page.document import Report, Table, drawn
+from kvcore.reports.page.html import page
+from kvcore.reports.page.png import draw
+
+SCHEMA = 1
+JSON_NAME = "report.json"
+RECORDS_NAME = "records.jsonl"
+PAGE_NAME = "index.html"
+
+
+def check_folder(path: Path, force: bool) -> None:
+    """ConfigError unless a report may be written there."""
+    if not path.exists() and not path.is_symlink():
+        _check_parent(path)
+    elif not force:
+        raise ConfigError(f"{path} exists: name another folder with --out, or replace the report in it with --force")
+    elif not path.is_dir() or not _replaceable(path):
+        raise ConfigError(f"{path} holds something that is no part of a report: --force replaces reports only")
+
+
+def _check_parent(path: Path) -> None:
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"cannot make {path}: {parent} is no folder that can be written to")
+
+
+def _replaceable(path: Path) -> bool:
+    """Empty, or a report and nothing else."""
+    there = {entry.name for entry in path.iterdir()}
+    try:
+        return not there or there <= set(read_report(path)["files"])
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report.json of a folder, or of the file itself."""
+    file = path / JSON_NAME if path.is_dir() else path
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the report in {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no report: {error}") from error
+    if not isinstance(tree, dict) or tree.get("schema") != SCHEMA or "tables" not in tree:
+        raise ConfigError(f"{file} is no report of schema {SCHEMA}: was it written by `kvcore report`?")
+    return tree
+
+
+def write(report: Report, path: Path, provenance: Mapping[str, Any]) -> list[str]:
+    """Write the whole folder; the names of its files."""
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as beside:
+        new = Path(beside) / "new"
+        new.mkdir()
+        files = _fill(report, new, provenance)
+        if path.exists():
+            path.rename(Path(beside) / "old")  # goes with the sibling
+        shutil.move(new, path)
+    return files
+
+
+def _fill(report: Report, folder: Path, provenance: Mapping[str, Any]) -> list[str]:
+    files = [PAGE_NAME, JSON_NAME]
+    for number, table in enumerate(report.tables):
+        files.append(_csv(table, folder, "table.csv" if number == 0 else f"table-{table.name}.csv"))
+    if report.records:
+        lines = (json.dumps(record, allow_nan=False) for record in report.records)
+        (folder / RECORDS_NAME).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        files.append(RECORDS_NAME)
+    files += [draw(chart, folder / f"{chart.name}.png") for chart in report.charts]
+    tree = to_json(report, provenance, files)
+    (folder / JSON_NAME).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / PAGE_NAME).write_text(page(report, provenance, files), encoding="utf-8")
+    return files
+
+
+def _csv(table: Table, folder: Path, name: str) -> str:
+    with (folder / name).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([column.name for column in table.columns])
+        writer.writerows([row[column.name] for column in table.columns] for row in table.rows)
+    return name
+
+
+def to_json(report: Report, provenance: Mapping[str, Any], files: list[str]) -> dict[str, Any]:
+    """report.json as a value."""
+    return {
+        "schema": SCHEMA,
+        "kind": report.kind,
+        "title": report.title,
+        "verdict": list(report.verdict),
+        "good": report.good,
+        "inputs": dict(report.inputs),
+        "provenance": dict(provenance),
+        "notes": list(report.notes),
+        "missing": list(report.missing),
+        "tables": [asdict(table) for table in report.tables],
+        "charts": [drawn(chart) for chart in report.charts],
+        "files": files,
+    }

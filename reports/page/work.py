@@ -1,0 +1,49 @@
+"""Long work in named steps, with progress, that an interrupt ends without losing what is done.
+
+`Work.run` carries out the steps in order and gives the results of those that ended. Ctrl-C ends the step in which it
+comes and all that follow; their names are in `missing` from then on, and a second `run` of the same work does nothing
+but name its steps too. The report is then written with what there is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+Say = Callable[[str], None]
+
+
+def say_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Work:
+    """See the module text. One per report."""
+
+    def __init__(self, say: Say = say_on_stderr) -> None:
+        self._say = say
+        self._began_s = time.monotonic()
+        self.missing: list[str] = []
+        self.interrupted = False
+
+    def run(self, steps: Iterable[tuple[str, Callable[[], Result]]]) -> dict[str, Result]:
+        """Results by name of step."""
+        done: dict[str, Result] = {}
+        todo = list(steps)
+        for number, (name, step) in enumerate(todo, 1):
+            if not self.interrupted:
+                self._say(f"[{time.monotonic() - self._began_s:5.1f} s] {number}/{len(todo)} {name}")
+                try:
+                    done[name] = step()
+                    continue
+                except KeyboardInterrupt:
+                    self._interrupt()
+            self.missing.append(name)
+        return done
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        self._say("interrupted: writing what is done (once more to end without a report)")
