@@ -460,7 +460,8 @@ def test_a_failed_load_that_is_published_is_found(finds, monkeypatch: pytest.Mon
     """R20, R16: the clean-up of a failed cell makes it readable."""
     original = LoadTable._complete
     monkeypatch.setattr(LoadTable, "_complete", lambda self, loads, bits: original(self, loads, -1))
-    assert finds(StorageMachine) in ("a reader sees what nobody finished", "foreign bytes")
+    # Rare; and Hypothesis draws constants from whatever modules are loaded, so the search depends on its neighbours.
+    assert finds(StorageMachine, 2_000) in ("a reader sees what nobody finished", "foreign bytes")
 
 
 def test_memory_that_is_freed_at_the_deadline_of_a_store_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,326 @@
+"""The admission: which of the ways to serve a prompt is cheapest, from what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.admission import (
+    NOTHING,
+    PROBE_AFTER,
+    PROBE_TOKENS,
+    SLACK_MIN,
+    TAIL_SHARE,
+    TRIALS,
+    Gpu,
+    Limits,
+    Line,
+    LineMeter,
+    Link,
+    Offer,
+    Prefill,
+    PrefillMeter,
+    Prompt,
+    Queue,
+    Reason,
+    ShareMeter,
+    TailMeter,
+    cost_s,
+    decide,
+    pairs,
+)
+from kvcore.errors import ConfigError
+
+KV = 131_072
+PREFILL = Prefill(2e-5, 1e-9)
+FAST, SLOW = Line(1e-5, 1 / 50e9), Line(0.03, 1 / 1e9)
+FREE = Limits()
+
+
+def offer(tokens: int, *links: int) -> Offer:
+    return Offer(tokens, tuple((at, tokens * KV) for at in links or (0,)))
+
+
+def gpu(**queue: float) -> Gpu:
+    return Gpu(PREFILL, Queue(**queue))  # type: ignore[arg-type]
+
+
+def reason(line: Line | None, machine: Gpu, tokens: int = 8192, **link: float) -> Reason:
+    state = Link(line, **link)  # type: ignore[arg-type]
+    return decide(Prompt(tokens + 500), [offer(tokens)], machine, [state], FREE).reason
+
+
+# --- the decision --------------------------------------------------------------------------------------------------
+
+
+def test_a_fast_link_is_used_and_a_slow_one_is_not() -> None:
+    assert reason(FAST, gpu()) is Reason.PAYS
+    assert reason(SLOW, gpu()) is Reason.COMPUTE
+
+
+def test_those_who_wait_for_the_gpu_make_a_slow_link_worth_it() -> None:
+    assert reason(SLOW, gpu(waiting=20)) is Reason.PAYS
+    assert reason(SLOW, gpu(rate=4.0, busy=0.9, work_s=2.0)) is Reason.PAYS, "and those who will come"
+
+
+def test_a_queue_on_the_link_makes_even_a_fast_one_too_slow() -> None:
+    full = Link(FAST, Queue(work_s=5.0))
+    assert decide(Prompt(8692), [offer(8192)], gpu(), [full], FREE).reason is Reason.COMPUTE
+
+
+def test_a_link_that_others_need_is_left_to_them_where_the_gpu_is_idle() -> None:
+    line = Line(0.001, 1 / 8e9)
+    alone = Link(line)
+    wanted = Link(line, Queue(rate=30.0, busy=0.95))
+    assert decide(Prompt(8692), [offer(8192)], gpu(), [alone], FREE).reason is Reason.PAYS
+    assert decide(Prompt(8692), [offer(8192)], gpu(), [wanted], FREE).reason is Reason.COMPUTE
+
+
+def test_sequences_that_decode_count_on_a_busy_gpu_and_not_on_an_idle_one() -> None:
+    assert reason(SLOW, gpu(running=30, busy=0.0)) is Reason.COMPUTE
+    assert reason(SLOW, gpu(running=30, busy=0.8)) is Reason.PAYS
+
+
+def test_a_request_beyond_the_tail_gives_less_of_its_time_up() -> None:
+    """What pays for the average request does not for one that would be among the slowest."""
+    usual = dataclasses.replace(gpu(waiting=8), tail_s=60.0)
+    slowest = dataclasses.replace(usual, tail_s=0.5)
+    assert reason(SLOW, usual) is Reason.PAYS
+    assert reason(SLOW, slowest) is Reason.COMPUTE
+
+
+def test_time_waited_already_counts_towards_the_tail() -> None:
+    machine = dataclasses.replace(gpu(waiting=8), tail_s=3.0)
+    decided = [decide(Prompt(8692, waited), [offer(8192)], machine, [Link(SLOW)], FREE) for waited in (0.0, 30.0)]
+    assert [one.reason for one in decided] == [Reason.PAYS, Reason.COMPUTE]
+
+
+def test_waiting_for_the_gpu_anyway_hides_a_load() -> None:
+    later = dataclasses.replace(gpu(), ahead_s=2.0)
+    assert reason(SLOW, later) is Reason.PAYS
+
+
+def test_layers_that_overlap_hide_a_load_behind_the_rest() -> None:
+    """A link as slow as the computing it spares: no gain, unless it is hidden by the rest of the prompt."""
+    even = Link(Line(0.01, PREFILL.seconds(8192, 0) / (8192 * KV)))
+    once, overlapped = gpu(), dataclasses.replace(gpu(), layers=32)
+    assert decide(Prompt(16_384), [offer(8192)], once, [even], FREE).reason is Reason.COMPUTE
+    assert decide(Prompt(16_384), [offer(8192)], overlapped, [even], FREE).reason is Reason.PAYS
+
+
+def test_the_part_that_pays_is_taken_where_the_whole_does_not() -> None:
+    here = offer(4096)
+    there = Offer(8192, ((1, 4096 * KV), (0, 8192 * KV)))
+    decision = decide(Prompt(9000), [here, there], gpu(), [Link(FAST), Link(SLOW)], FREE)
+    assert (decision.tokens, decision.offer) == (4096, here)
+    both = decide(Prompt(9000), [here, there], gpu(), [Link(FAST), Link(FAST)], FREE)
+    assert (both.tokens, both.offer) == (8192, there)
+
+
+def test_nothing_found_is_nothing_decided() -> None:
+    assert decide(Prompt(100), [], gpu(), [Link(FAST)], FREE).reason is Reason.NOTHING
+    assert decide(Prompt(100), [NOTHING], gpu(), [Link(FAST)], FREE).reason is Reason.NOTHING
+
+
+@given(
+    tokens=st.integers(1, 200_000),
+    rest=st.integers(1, 10_000),
+    rate=st.floats(1e8, 1e12),
+    waiting=st.integers(0, 100),
+    busy=st.floats(0, 1.5),
+    work=st.floats(0, 100),
+    link_busy=st.floats(0, 1.5),
+)
+def test_the_decision_is_the_cheaper_way(
+    tokens: int, rest: int, rate: float, waiting: int, busy: float, work: float, link_busy: float
+) -> None:
+    machine = gpu(waiting=waiting, busy=busy, work_s=work, rate=3.0)
+    links = [Link(Line(1e-4, 1 / rate), Queue(work_s=work / 10, rate=2.0, busy=link_busy))]
+    found, prompt = offer(tokens), Prompt(tokens + rest)
+    decision = decide(prompt, [found], machine, links, FREE)
+    load, compute = (cost_s(prompt, way, machine, PREFILL, links) for way in (found, NOTHING))
+    assert load >= 0
+    assert decision.tokens in (0, tokens)
+    assert (min(load, compute) == pytest.approx(load if decision.tokens else compute)) or load == compute
+    assert decision.gain_s >= 0
+
+
+@given(st.floats(1e8, 1e12), st.integers(0, 50))
+def test_a_faster_link_or_a_longer_queue_never_turns_a_load_down(rate: float, waiting: int) -> None:
+    def loads(rate: float, waiting: int) -> bool:
+        return bool(decide(Prompt(5000), [offer(4096)], gpu(waiting=waiting), [Link(Line(0.0, 1 / rate))], FREE).tokens)
+
+    if loads(rate, waiting):
+        assert loads(2 * rate, waiting)
+        assert loads(rate, waiting + 5)
+
+
+# --- not measured yet ----------------------------------------------------------------------------------------------
+
+
+def test_everything_is_loaded_until_the_gpu_is_known() -> None:
+    decision = decide(Prompt(8692), [offer(8192)], Gpu(None), [Link(SLOW)], FREE)
+    assert (decision.reason, decision.tokens) == (Reason.UNMEASURED, 8192)
+
+
+def test_an_unknown_link_is_tried_by_a_few_at_a_time() -> None:
+    assert reason(None, gpu()) is Reason.UNMEASURED
+    assert reason(None, gpu(), hauls=TRIALS - 1) is Reason.UNMEASURED
+    assert reason(None, gpu(), hauls=TRIALS) is Reason.COMPUTE
+
+
+def test_an_unknown_second_link_does_not_keep_the_first_from_being_used() -> None:
+    ways = [offer(4096), Offer(8192, ((1, 4096 * KV), (0, 8192 * KV)))]
+    decision = decide(Prompt(9000), ways, gpu(), [Link(FAST), Link(None, hauls=TRIALS)], FREE)
+    assert (decision.reason, decision.tokens) == (Reason.PAYS, 4096)
+
+
+def test_a_link_that_was_passed_over_for_long_is_tried_with_a_small_piece() -> None:
+    assert reason(SLOW, gpu(), idle_offers=PROBE_AFTER - 1) is Reason.COMPUTE
+    stale = Link(SLOW, idle_offers=PROBE_AFTER)
+    decision = decide(Prompt(8692), [offer(8192)], gpu(), [stale], FREE)
+    assert (decision.reason, decision.tokens) == (Reason.PROBE, PROBE_TOKENS)
+    small = decide(Prompt(300), [offer(200)], gpu(), [stale], FREE)
+    assert small.tokens == 200
+
+
+def test_a_stale_second_link_is_tried_behind_what_the_first_one_serves() -> None:
+    ways = [offer(4096), Offer(8192, ((1, 4096 * KV), (0, 8192 * KV)))]
+    decision = decide(Prompt(9000), ways, gpu(), [Link(FAST), Link(SLOW, idle_offers=PROBE_AFTER)], FREE)
+    assert (decision.tokens, decision.offer) == (4096 + PROBE_TOKENS, ways[1])
+
+
+# --- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_and_the_ceiling_have_the_last_word() -> None:
+    prompt, ways = Prompt(8692), [offer(8192)]
+    for_sure, never = [Link(FAST)], [Link(SLOW)]
+    assert decide(prompt, ways, gpu(), for_sure, Limits(floor_tokens=8193)).reason is Reason.FLOOR
+    assert decide(prompt, ways, gpu(), for_sure, Limits(floor_tokens=8192)).reason is Reason.PAYS
+    assert decide(prompt, ways, gpu(), never, Limits(ceiling_tokens=8192)).reason is Reason.CEILING
+    assert decide(prompt, ways, gpu(), never, Limits(ceiling_tokens=8193)).reason is Reason.COMPUTE
+    assert decide(prompt, ways, Gpu(None), never, Limits(floor_tokens=9000)).reason is Reason.FLOOR
+
+
+def test_a_part_below_the_floor_is_not_taken() -> None:
+    ways = [offer(1024), Offer(8192, ((1, 7168 * KV), (0, 8192 * KV)))]
+    links = [Link(FAST), Link(SLOW)]
+    assert decide(Prompt(9000), ways, gpu(), links, FREE).tokens == 1024
+    assert decide(Prompt(9000), ways, gpu(), links, Limits(floor_tokens=2048)).tokens == 0
+
+
+@pytest.mark.parametrize(("floor", "ceiling"), [(-1, None), (10, 9), (0, -1), (1 << 41, None)])
+def test_limits_that_cannot_be_are_refused(floor: int, ceiling: int | None) -> None:
+    with pytest.raises(ConfigError):
+        Limits(floor, ceiling)
+
+
+# --- what others lose ----------------------------------------------------------------------------------------------
+
+
+def test_what_others_lose_is_pollaczek_and_khinchins_wait_on_an_idle_queue() -> None:
+    """Every request with x seconds of work at `rate`: the mean wait of M/D/1 is rate * x^2 / 2 / (1 - busy)."""
+    x, rate = 0.2, 3.0
+    queue = Queue(rate=rate, busy=rate * x)
+    assert queue.lost_s(x) == pytest.approx(rate * x * x / 2 / (1 - rate * x))
+
+
+def test_a_queue_beyond_its_capacity_has_a_price_and_no_infinity() -> None:
+    assert Queue(rate=1.0, busy=3.0).lost_s(1.0) == pytest.approx(0.5 / SLACK_MIN)
+
+
+# --- meters --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_found_again() -> None:
+    meter = LineMeter()
+    assert meter.line is None
+    for size in (10, 50, 20, 80):
+        meter.add(size, 0.03 + 0.002 * size)
+    assert meter.line is not None
+    assert (meter.line.fixed_s, meter.line.byte_s) == (pytest.approx(0.03), pytest.approx(0.002))
+    assert meter.line.seconds(100) == pytest.approx(0.23)
+    assert meter.line.seconds(0) == 0
+
+
+def test_hauls_of_one_size_give_a_rate_and_no_fixed_part() -> None:
+    meter = LineMeter()
+    for _ in range(5):
+        meter.add(100, 0.5)
+    assert meter.line == Line(0.0, pytest.approx(0.005))
+
+
+def test_a_line_never_has_a_negative_part() -> None:
+    faster_when_large, below_zero = LineMeter(), LineMeter()
+    for size, seconds in ((10, 0.5), (20, 0.4), (30, 0.3)):
+        faster_when_large.add(size, seconds)
+    for size, seconds in ((10, 0.01), (20, 0.10), (30, 0.20)):
+        below_zero.add(size, seconds)
+    for meter in (faster_when_large, below_zero):
+        assert meter.line is not None
+        assert meter.line.fixed_s >= 0
+        assert meter.line.byte_s >= 0
+
+
+def test_a_link_that_becomes_faster_is_noticed() -> None:
+    meter = LineMeter()
+    for at in range(400):
+        meter.add(100 + at % 7, 0.01 * (100 + at % 7))
+    for at in range(2000):
+        meter.add(100 + at % 7, 0.001 * (100 + at % 7))
+    assert meter.line is not None
+    assert meter.line.seconds(100) == pytest.approx(0.1, rel=0.2)
+
+
+def test_tokens_and_pairs_are_told_apart() -> None:
+    meter, chance = PrefillMeter(), random.Random(7)
+    assert meter.prefill is None
+    for _ in range(64):
+        tokens, prefix = chance.randint(100, 8192), chance.randint(0, 60_000)
+        meter.add(tokens, pairs(tokens, prefix), 0.004 + PREFILL.seconds(tokens, prefix))
+    assert meter.prefill is not None
+    assert meter.prefill.token_s == pytest.approx(PREFILL.token_s, rel=1e-3)
+    assert meter.prefill.pair_s == pytest.approx(PREFILL.pair_s, rel=1e-3)
+
+
+def test_a_few_steps_give_something_to_go_on() -> None:
+    meter = PrefillMeter()
+    meter.add(1000, pairs(1000, 0), 0.05)
+    assert meter.prefill == Prefill(pytest.approx(5e-5), 0.0)
+    meter.add(1000, pairs(1000, 0), 0.05)
+    assert meter.prefill == Prefill(pytest.approx(5e-5), 0.0)
+    meter.add(2000, pairs(2000, 0), 0.01)  # slower work faster: nothing sensible follows, but nothing breaks
+    assert meter.prefill.token_s > 0
+
+
+def test_a_share_is_busy_seconds_per_second() -> None:
+    meter = ShareMeter(window_s=60.0)
+    assert meter.per_second(5.0) == 0.0
+    for at in range(300):
+        meter.add(float(at), 0.4)
+    assert meter.per_second(299.0) == pytest.approx(0.4, rel=0.02)
+    assert meter.per_second(299.0 + 600.0) < 1e-4, "long ago"
+
+
+def test_a_young_share_divides_by_the_time_it_has_seen() -> None:
+    meter = ShareMeter(window_s=60.0)
+    for at in range(10):
+        meter.add(float(at), 0.5)
+    assert meter.per_second(9.0) == pytest.approx(0.5, rel=0.15)
+
+
+def test_the_tail_is_what_one_in_twenty_exceeds() -> None:
+    meter, chance = TailMeter(), random.Random(3)
+    for _ in range(500):
+        meter.add(chance.expovariate(1.0))
+    beyond = 0
+    for _ in range(4000):
+        value = chance.expovariate(1.0)
+        beyond += value > meter.tail_s
+        meter.add(value)
+    assert beyond / 4000 == pytest.approx(TAIL_SHARE, abs=0.01)
