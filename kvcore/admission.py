@@ -47,7 +47,7 @@ depends on their last bits, since a tie takes the offer that loads less.
 
 Rejected: pieces of a prefix as further ways (the simulation showed no gain); a threshold in tokens (right for one link,
 one load, one rest of the prompt); 1/(1 - busy) as the only price (averages over a minute; blind to the burst that is
-here now); selfish choice (own time only: with a full GPU and a slow store it computes what would have spared everybody).
+here now); selfish choice (own time only: on a full GPU with a slow store it computes what would have spared everybody).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LadderOptions:
 
     `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
     written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. For target vllm: `model`,
-    `connector_config` (its `kv_connector_extra_config`) and `engine_config` (arguments of `LLM`).
+    `window_tokens`, `connector_config` (its `kv_connector_extra_config`) and `engine_config` (arguments of `LLM`).
     """
 
     target: str = "sim"
@@ -54,6 +54,7 @@ class LadderOptions:
     artifacts: Path | None = None
     transfer: Transfer = "worker"
     model: str | None = None
+    window_tokens: int = 64
     connector_config: Mapping[str, Any] = field(default_factory=dict)
     engine_config: Mapping[str, Any] = field(default_factory=dict)
 

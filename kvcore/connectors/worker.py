@@ -436,6 +436,12 @@ class WorkerConnector:
     def idle(self) -> bool:
         return not self._jobs
 
+    @property
+    def reported(self) -> bool:
+        """Nothing is under way, and there is nothing that `finished` or `load_errors` would still tell."""
+        untold = self._ended or self._received or self._failed or self._errors or self._crash
+        return not (self._jobs or untold)
+
     def statistics(self) -> WorkerConnectorStatistics:
         now = {"jobs_inflight": len(self._jobs)}
         names = WorkerConnectorStatistics.__dataclass_fields__

@@ -17,9 +17,21 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvcore.errors import CallerError
+from kvcore.errors import CallerError, InternalError
 
 T = TypeVar("T")
+
+
+def _run_through(work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        future.set_result(ended.value)
+    except BaseException as error:  # whoever waits must be told
+        future.set_exception(error)
+    else:
+        work.close()
+        future.set_exception(InternalError("work that was said never to wait has waited"))
 
 
 class LoopThread:
@@ -49,6 +61,22 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def call_now(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `call`, for work that never waits: it runs in one callback and needs no task, at half the price."""
+        future: Future[T] = Future()
+        reason = "call() from the loop's own thread"
+        if threading.current_thread() is not self._thread:
+            with self._lock:
+                if not self._stopped:
+                    self._loop.call_soon_threadsafe(_run_through, work, future)
+                    reason = ""
+                else:
+                    reason = "this loop has been stopped"
+        if reason:
+            work.close()
+            raise CallerError(reason)
+        return future.result()
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop and the thread; False if the thread has not ended in time. A second call changes nothing."""

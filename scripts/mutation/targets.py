@@ -17,8 +17,37 @@ _L1 = ("unit/test_l1.py", "unit/test_eviction.py", "machines/test_l1_machine.py:
 _TRACKER = ("unit/test_tracker.py", "machines/test_tracker_machine.py::TestTracker", "sim/connector")
 _SERVICE = ("unit/test_limits.py", "unit/test_protocol.py", "sim/test_service.py", "sim/test_reaping.py")
 _STORE = ("unit/test_file_backend.py", "unit/test_l2_open.py", "sim/test_storage.py")
+_SHARED = (
+    "stores/shared/test_ledger.py",
+    "stores/shared/test_shared_adapter.py",
+    "stores/shared/test_shared_machine.py",
+)
+_SLAB = ("stores/disk/test_slab_space.py", "stores/disk/test_slab_jobs.py", "stores/disk/test_slab.py")
+_GUARDS = ("unit/test_l2_guards.py", "unit/test_l2_codecs.py", "sim/reports/test_k_breaker.py")
+_PAGES = ("unit/test_page_map.py", "unit/test_page_desk.py", "unit/test_worker_pages.py", "sim/test_page_copies.py")
 
 TESTS: dict[str, tuple[str, ...]] = {
+    "kvcore.admission": ("reports/test_serving.py",),
+    "kvcore.device.fingerprint": ("device/test_fingerprint.py",),
+    "kvcore.device.formats": ("device/test_discover.py", "device/test_fingerprint.py"),
+    "kvcore.device.planes": ("device/test_planes.py", "device/test_reference.py"),
+    "kvcore.l2.activity": _SHARED,
+    "kvcore.l2.breaker": _GUARDS,
+    "kvcore.l2.indexed_tasks": _STORE,
+    "kvcore.l2.ledger": _SHARED,
+    "kvcore.l2.objectstore_names": ("stores/objectstore/test_objectstore.py",),
+    "kvcore.l2.shared_backend": _SHARED,
+    "kvcore.l2.shared_tasks": _SHARED,
+    "kvcore.l2.slab_entry": _SLAB,
+    "kvcore.l2.slab_jobs": _SLAB,
+    "kvcore.l2.slab_space": _SLAB,
+    "kvcore.l2.wrapped": _GUARDS,
+    "kvcore.l2.wrapped_backend": _GUARDS,
+    "kvcore.service.page_desk": _PAGES,
+    "kvcore.service.page_map": _PAGES,
+    "kvcore.service.page_shares": _PAGES,
+    "kvcore.service.shapes": _SERVICE,
+    "kvcore.service.worker_cells": _PAGES,
     "kvcore.allocator": ("unit/test_allocator.py", "unit/test_memory.py", "unit/test_l1.py"),
     "kvcore.answers": ("unit/test_leases.py", *_L1),
     "kvcore.bitmap": ("unit/test_bitmap.py", "unit/test_groups.py"),

@@ -11,8 +11,8 @@ import pytest
 
 from kvcore.device.cpu_engine import CpuCopyEngine
 from kvcore.device.cuda_engine import CudaCopyEngine
-from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.errors import CallerError
+from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.ports import Copy
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.streams import BehindFailure

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 RUNNING_STATE = {
+    "kvcore.admission.ShareMeter",
     "kvcore.connectors.tracker.RequestTracker",
     "kvcore.l2.activity.Activity",
     "kvcore.l2.index.Entry",

@@ -40,6 +40,7 @@ from kvcore.connectors.vllm.worker import WorkerHalf
 from kvcore.errors import ConfigError, PeerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
+from kvcore.runtime.chance import fresh_bytes
 
 _RENEWAL_BYTES = 16
 
@@ -83,9 +84,10 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._load_async = settings.load_async
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else None
         self._attached = attach(engine, settings, rank)
-        self._run = self._attached.runner.call
+        self._run, self._run_now = self._attached.runner.call, self._attached.runner.call_now
         self._side = self._attached.side
         self._open = True
+        self._active = False  # of a worker: this step's hooks have something to do
         self._build_halves(overlapping=vllm_config.max_concurrent_batches > 1)
 
     def _build_halves(self, overlapping: bool) -> None:
@@ -112,24 +114,28 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._run(self._scheduler.matched_tokens(request, num_computed_tokens))
+        return self._run_now(self._scheduler.matched_tokens(request, num_computed_tokens))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._run(self._scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens))
+        self._run_now(self._scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KvcoreMetadata:
-        return KvcoreMetadata(self._run(self._scheduler.build_meta(scheduler_output)), os.getpid())
+        return KvcoreMetadata(self._run_now(self._scheduler.build_meta(scheduler_output)), os.getpid())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._run(self._report(connector_output))
-
-    async def _report(self, output: Any) -> None:
+        """An empty report costs no way to the loop: the scheduler's half makes up for it at its next call."""
+        output = connector_output
         finished = Finished(
             frozenset(output.finished_sending or ()),
             frozenset(output.finished_recving or ()),
             frozenset(output.failed_recving or ()),
         )
-        self._scheduler.report(finished, frozenset(output.invalid_block_ids or ()))
+        errors = frozenset(output.invalid_block_ids or ())
+        if finished.sent or finished.received or finished.failed or errors:
+            self._run_now(self._report(finished, errors))
+
+    async def _report(self, finished: Finished, errors: frozenset[int]) -> None:
+        self._scheduler.report(finished, errors)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -137,7 +143,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._run(self._scheduler.finished(request, block_ids)), None
+        return self._run_now(self._scheduler.finished(request, block_ids)), None
 
     def reset_cache(self) -> bool | None:
         """Nothing stored before is found again by this engine, wherever it lies: its keys are other ones from here on.
@@ -148,7 +154,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     async def _renew(self) -> None:
-        self._side.hasher.renew(os.urandom(_RENEWAL_BYTES))
+        self._side.hasher.renew(fresh_bytes(_RENEWAL_BYTES))
         if self._attached.host is not None:
             self._attached.host.storage.drop_l1()
 
@@ -162,7 +168,9 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KvcoreMetadata) -> None:
         if self._attached.host is not None:
             check_process(kv_connector_metadata.process)
-        self._run(self._worker.fence(kv_connector_metadata.step))
+        self._active = self._worker.enter(kv_connector_metadata.step)
+        if self._active:
+            self._run(self._worker.fence(kv_connector_metadata.step))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -177,9 +185,12 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Cells hold all layers of their group: stores begin in `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        self._run(self._worker.wait_save())
+        if self._active:
+            self._run(self._worker.wait_save())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if not self._active:
+            return KVConnectorTransferResults()
         finished = self._run(self._worker.take_reports(sorted(finished_req_ids)))
         return KVConnectorTransferResults(set(finished.sent), set(finished.received), set(finished.failed))
 
@@ -197,7 +208,9 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KvcoreStats | None:
         """Of a worker. The scheduler's half has none."""
-        return self._stats.take(self._side.worker.statistics()) if self._side.worker is not None else None
+        if self._side.worker is None or not self._active:
+            return None
+        return self._stats.take(self._side.worker.statistics())
 
     def shutdown(self) -> None:
         if self._open:

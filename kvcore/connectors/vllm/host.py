@@ -31,7 +31,7 @@ from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorCo
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.errors import ConfigError
-from kvcore.eviction import LruPolicy, S3FifoPolicy
+from kvcore.eviction import EvictionPolicy, LruPolicy, S3FifoPolicy
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace, digest_fields
 from kvcore.l1 import L1Cache
@@ -54,13 +54,17 @@ T = TypeVar("T")
 
 _IO_THREADS = 4
 _STOP_TIMEOUT_S = 10.0
-POLICIES = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
 
 
 class Runner(Protocol):
     """Runs coroutines on the cache's loop for callers outside of it."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T: ...
+
+    def call_now(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `call`, for work that never waits."""
+        ...
 
 
 class HostPorts(Protocol):

@@ -4,14 +4,16 @@ Theory of operation
 -------------------
 vLLM shows a connector its live `Request` (`on_new_request`) and the block tables of the requests that it schedules
 (`kv_connector_block_state`). Both are the same for the two model runners, whose outputs name a resumed request in two
-different ways; nothing here depends on the shape of an output.
+different ways; nothing here depends on how an output names it.
 
 1. *Preemption* is not called out. A request whose `num_preemptions` has grown since we last saw it lost its blocks. It
    is looked at in every call that shows the request, because it may be preempted and asked for again inside one
    `schedule()` (`reset_prefix_cache`), and for every id in `preempted_req_ids`.
 2. *Allocated blocks*: those of a table that were not in the request's last table, beyond the prefix that the engine
    shared from its own cache. vLLM frees blocks without a word, so a table is compared position by position, and a
-   request that is asked for has none.
+   request that is asked for has none. A request that goes on running is told of by its new blocks alone, and its table
+   is copied only when something is stored from it: tables are long, and most steps add nothing. The core is shown only
+   the requests of a step that are new in it or complete a chunk.
 3. *Tokens* are those known now: with overlapping batches the last ones are still being computed and have no ids.
 4. *Reports*: vLLM leaves out `update_connector_output` when a step has nothing to report; the core counts steps. With
    one batch in flight a missing report is made up for at the next call. With several, loads are asynchronous and
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.scheduler import SchedulerConnector
@@ -48,6 +50,7 @@ class _Known:
     local_tokens: int = 0  # of the last question: these blocks are shared, all others new
     loading: bool = False  # an asynchronous load was begun and it has not run since
     resumed: bool = False  # its next step is the first after a preemption
+    due_tokens: int = 0  # with fewer tokens computed, nothing of it can be stored
 
 
 class SchedulerHalf:
@@ -74,6 +77,7 @@ class SchedulerHalf:
         self._catch_up_report()
         known = self._look_at(request)
         known.table = ()
+        known.due_tokens = 0
         known.local_tokens = local_tokens
         if known.loading:
             known.loading = False
@@ -88,6 +92,7 @@ class SchedulerHalf:
         self._catch_up_report()
         known = self._look_at(request)
         self._take_table(known, table)
+        known.due_tokens = 0
         known.loading = external_tokens > 0 and self._load_async
         self._stranded.pop(request.request_id, None)
         self._core.after_alloc(_view(request), table, external_tokens)
@@ -105,7 +110,7 @@ class SchedulerHalf:
         known = self._known[request.request_id]
         if request.num_preemptions > known.preemptions:
             known.preemptions = request.num_preemptions
-            known.table, known.resumed = (), True
+            known.table, known.resumed, known.due_tokens = (), True, 0
             self._core.preempted(request.request_id)
         return known
 
@@ -132,14 +137,23 @@ class SchedulerHalf:
     async def build_meta(self, output: Any) -> StepMeta:
         self._catch_up_report()
         preempted = self._preempted(output.preempted_req_ids or ())
-        scheduled = tuple(self._scheduled(name, count, output) for name, count in output.num_scheduled_tokens.items())
+        running = _running(output.scheduled_cached_reqs)
+        tables = output.kv_connector_block_state
+        scheduled = tuple(
+            self._scheduled(name, count, tables, running)
+            for name, count in output.num_scheduled_tokens.items()
+            if not self._steady(name, count, running)
+        )
         view = StepView(
             self._steps, scheduled, frozenset(self._allocated), preempted, tuple(sorted(output.finished_req_ids))
         )
         self._steps += 1
         self._allocated = {}
         self._report_due = not self._overlapping
-        return self._core.build_meta(view)
+        meta = self._core.build_meta(view)
+        for each in scheduled:
+            self._note_due(each.request_id)
+        return meta
 
     def _preempted(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         names = tuple(sorted(name for name in request_ids if name in self._known))
@@ -147,15 +161,44 @@ class SchedulerHalf:
             self._look_at(self._known[name].request)
         return names
 
-    def _scheduled(self, request_id: str, count: int, output: Any) -> ScheduledRequest:
+    def _steady(self, request_id: str, count: int, running: Running) -> bool:
+        """It goes on running and completes no chunk in this step: the core need not look at it."""
         known = self._known[request_id]
-        table = output.kv_connector_block_state.get_block_ids(request_id)
-        new_blocks = self._take_table(known, table)
+        if not known.due_tokens or request_id not in running:
+            return False
+        if known.request.num_computed_tokens + count >= known.due_tokens:
+            return False
+        new = running[request_id]
+        if new is not None:
+            self._grow(known, new)
+        return True
+
+    def _note_due(self, request_id: str) -> None:
+        tracker = self._core.tracker(request_id)
+        if tracker is not None and tracker.confirmed:
+            self._known[request_id].due_tokens = (tracker.stored_chunks + 1) * self._layout.chunk_tokens
+
+    def _scheduled(self, request_id: str, count: int, tables: Any, running: Running) -> ScheduledRequest:
+        known = self._known[request_id]
         resumed, known.resumed = known.resumed, False
+        table: Any
+        if request_id in running and known.table and not resumed:
+            table, new = LazyTable(tables, request_id), running[request_id]
+            new_blocks = self._grow(known, new) if new is not None else ()
+        else:
+            table = tables.get_block_ids(request_id)
+            new_blocks = self._take_table(known, table)
         request = known.request
         return ScheduledRequest(
-            request_id, request.num_computed_tokens, count, known.table, new_blocks, resumed, _tokens(request)
+            request_id, request.num_computed_tokens, count, table, new_blocks, resumed, _tokens(request)
         )
+
+    def _grow(self, known: _Known, new: BlockTable) -> BlockTable:
+        """A running request has got these blocks."""
+        for blocks, more in zip(known.table, new, strict=True):
+            blocks.extend(more)
+        self._allocated.update(dict.fromkeys(block for more in new for block in more if block != NULL_BLOCK))
+        return new
 
     def report(self, finished: Finished, error_blocks: frozenset[int]) -> None:
         self._report_due = False
@@ -164,6 +207,43 @@ class SchedulerHalf:
     def _catch_up_report(self) -> None:
         if self._report_due:
             self.report(Finished(), frozenset())
+
+
+Running = dict[str, BlockTable | None]
+"""Requests that ran in an earlier step and go on: their new blocks, None where there are none."""
+
+
+def _running(cached: Any) -> Running:
+    found = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+    for request_id in cached.resumed_req_ids:
+        found.pop(request_id, None)
+    return found
+
+
+class LazyTable(Sequence[list[int]]):
+    """A request's block table, copied from the engine when somebody looks into it, in the step that it is of."""
+
+    __slots__ = ("_request_id", "_table", "_tables")
+
+    def __init__(self, tables: Any, request_id: str) -> None:
+        self._tables = tables
+        self._request_id = request_id
+        self._table: BlockTable = ()
+
+    def _resolved(self) -> BlockTable:
+        if not self._table:
+            self._table = self._tables.get_block_ids(self._request_id)
+        return self._table
+
+    def __len__(self) -> int:
+        return len(self._resolved())
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | Sequence[list[int]]:
+        return self._resolved()[index]
 
 
 def _tokens(request: Any) -> EngineTokens:

@@ -7,6 +7,10 @@
     wait_for_save, every step                       wait_load once more (a pass without layers), then wait_save
     get_transfer_results, then load errors          finished and load_errors, read at one moment
 
+Most steps move nothing. `enter` tells, on the engine's own thread, whether the hooks of a step have anything to do: the
+step's plan is empty, and when we were last asked nothing was under way and everything had been reported. Nothing can
+begin without a plan, so what was so then is so still.
+
 vLLM starts loads after the forward pass unless a request of the step loads synchronously; the core may be told then as
 well, because stores begin in `wait_save`. Errors and ends are read in one go: a load that ended between the two calls
 would be reported as received without its errors.
@@ -30,12 +34,20 @@ class WorkerHalf:
     def __init__(self, core: WorkerConnector) -> None:
         self._core = core
         self._loading = False
+        self._at_rest = False  # written at the end of a call, when the engine's thread waits for it
         self._errors: frozenset[int] = frozenset()
 
     async def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
         """Raises InternalError when bytes do not survive the way to the pages and back."""
         await check_pages(pages, device)
         self._core.register(pages, device)
+
+    def enter(self, meta: StepMeta) -> bool:
+        """The hooks of this step have something to do. On the engine's thread."""
+        if self._at_rest and not (meta.loads or meta.stores or meta.ended):
+            return False
+        self._at_rest = False
+        return True
 
     async def fence(self, meta: StepMeta) -> None:
         waiting = self._core.fence(meta)
@@ -64,6 +76,7 @@ class WorkerHalf:
     async def take_reports(self, request_ids: Sequence[str]) -> Finished:
         finished = self._core.finished(request_ids)
         self._errors |= self._core.load_errors()
+        self._at_rest = self._core.reported
         return finished
 
     def take_errors(self) -> frozenset[int]:

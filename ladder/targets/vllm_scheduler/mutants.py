@@ -64,7 +64,7 @@ def stale_blocks_after_resume(scheduler: Any, worker: Any) -> None:
         resumed.update(dict.fromkeys(back))
         for each in step.scheduled:
             if each.request_id not in resumed:
-                first[each.request_id] = each.blocks
+                first[each.request_id] = tuple(map(list, each.blocks))  # a lazy table is of its step only
         return build_meta(replace(step, scheduled=tuple(map(stale, step.scheduled))))
 
     core.build_meta = build

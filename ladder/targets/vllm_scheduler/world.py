@@ -55,6 +55,9 @@ class SteppedRunner:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
 
+    def call_now(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.call(work)
+
 
 class StepPorts:
     """`HostPorts` in simulated time. A page copy lasts about as long as a step, so that stores outlive preemptions."""
