@@ -99,9 +99,7 @@ def test_a_sweep_of_fifty_cells(benchmark: Callable[..., object]) -> None:
     begin = time.perf_counter()
     best = best_of(benchmark, lambda: sweep(every[:50], 2))
     wall_s = (time.perf_counter() - begin) / ROUNDS
-    print(
-        f"\n50 cells of {len(few):,} requests, two processes: {wall_s:.1f} s of wall (bar 60), {best:.1f} s of CPU"
-    )
+    print(f"\n50 cells of {len(few):,} requests, two processes: {wall_s:.1f} s of wall (bar 60), {best:.1f} s of CPU")
 
 
 class Row(NamedTuple):
