@@ -2,6 +2,7 @@
 #   make ladder   the main job: the five rungs and the replay, over the whole matrix
 #   make test     all tests      make check  lint, types, import contracts, dead code
 #   make vllm     the real vLLM scheduler on the ladder, in .venv-vllm (1.8 GB); skipped loudly where it cannot install
+#   make ladder-vllm    the rungs on the real vLLM engine with tiny random models, on the CPU
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 #   make ladder-torch   the rungs on a real transformer, in separate processes
 #   make storm-rungs    rungs 5 to 8: faults, crashes, the whole swarm      make zoo   does the harness find planted bugs?
@@ -28,7 +29,7 @@ TORCH_STAMP := $(VENV)/.kvcore-torch
 SERVERS_STAMP := $(VENV)/.kvcore-servers
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(SERVERS_STAMP),servers,$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@))): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
+.PHONY: ladder-vllm report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -81,8 +82,12 @@ ladder-torch: $(TORCH_STAMP)
 test: $(TORCH_STAMP) $(SERVERS_STAMP)
 	$(call TIME,$(BIN)/python scripts/run_tests.py --jobs $(JOBS))
 
+# One thread of OpenMP each: the models are tiny, and sums in one order are the same sums.
 vllm:
-	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || $(VLLM_PYTHON) -m pytest tests/vllm; })
+	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm -m "not vllm"; })
+
+ladder-vllm:
+	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m kvcore.cli ladder --target vllm; })
 
 check: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/check.py)

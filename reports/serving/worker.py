@@ -304,7 +304,7 @@ class Worker:
             job.front = ((kept & -kept).bit_length() - 1) * self._cache_of().chunk_tokens
         job.hit_tokens = choice.offer.tokens - job.front
         job.todo = job.front
-        self.pending_tokens -= job.hit_tokens
+        pass
         job.hauls = list(reversed(choice.offer.hauls))
         job.loaded_bytes = job.hauls[0][1]
         self._haul(now_s, job)

@@ -99,7 +99,7 @@ def test_a_sweep_of_fifty_cells(benchmark: Callable[..., object]) -> None:
     begin = time.perf_counter()
     best = best_of(benchmark, lambda: sweep(every[:50], 2))
     wall_s = (time.perf_counter() - begin) / ROUNDS
-    print(f"\n50 cells of {len(few):,} requests, two processes: {wall_s:.1f} s of wall (bar 60), {best:.1f} s of CPU")
+    print(f"\n50 cells of {len(few):,} requests on two processes: {wall_s:.1f} s (bar 60), {best:.1f} s of CPU")
 
 
 class Row(NamedTuple):
@@ -138,15 +138,11 @@ def ratios(name: str, replica: tuple[str, str, int], place: str, load: float) ->
     found = []
     for seed in range(SEEDS):
         requests = trace(name, REQUESTS, seed)
-        never, always, pays = (
-            row(
-                simulate(
-                    requests, Setting(model=model, host=host, tiers=tiers(place, model, host), policy=policy, load=rate)
-                ),
-                slo,
-            )
-            for policy in (Policy.NEVER, Policy.ALWAYS, Policy.PAYS)
-        )
+        served = [
+            simulate(requests, Setting(model=model, host=host, tiers=tiers(place, model, host), policy=one, load=rate))
+            for one in (Policy.NEVER, Policy.ALWAYS, Policy.PAYS)
+        ]
+        never, always, pays = (row(result, slo) for result in served)
         found.append(
             Row(
                 pays.ttft_s / min(never.ttft_s, always.ttft_s),

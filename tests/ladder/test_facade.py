@@ -159,7 +159,7 @@ def test_threads_that_share_a_facade_read_right_bytes(facade: FacadeLadder) -> N
         ("memory:?name=a&name=b", "given twice"),
         ("memory://host", "no host"),
         ("file:///", "directory of its own"),
-        ("file:///dev/null/kv?fsync=maybe", "value of fsync"),
+        ("file:///dev/null/kv?fsync=maybe", "write true or false"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_in_one_line(url: str, says: str) -> None:

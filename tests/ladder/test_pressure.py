@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvcore.keys import Namespace
+from kvcore.keys import Namespace, ObjectKey
 from kvcore.ladder.pressure import Climbed, climb_pressed, floors
 from kvcore.ladder.result import Floors
 from kvcore.ladder.stack import StackConfig
 from kvcore.quota import Quota
 from kvcore.service.client import SchedulerConfig
-from kvcore.service.server import CacheServer, ServerConfig
+from kvcore.service.server import ServerConfig
+from kvcore.service.worker_operations import WorkerOperations
 from kvcore.storage import Storage, StorageConfig
 
 pytestmark = pytest.mark.ladder
@@ -51,8 +52,12 @@ def test_a_tiny_l1_with_tenants_and_quotas_evicts_and_changes_no_output() -> Non
 
 
 def test_a_server_that_forgets_the_tenant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, start = CacheServer._key, Storage.start_lookup
-    monkeypatch.setattr(CacheServer, "_key", lambda self, chunk, rank, group, salt: key(self, chunk, rank, group, ""))
+    key, start = WorkerOperations._key, Storage.start_lookup
+
+    def of_nobody(self: WorkerOperations, chunk: bytes, rank: int, group: int, salt: str) -> ObjectKey:
+        return key(self, chunk, rank, group, "")
+
+    monkeypatch.setattr(WorkerOperations, "_key", of_nobody)
     monkeypatch.setattr(
         Storage, "start_lookup", lambda self, *named, **more: start(self, *named, **{**more, "salt": ""})
     )

@@ -169,11 +169,11 @@ def plant(bug):
     def entries_first(self, jobs, results, neighbours, write, undo):
         if write == self._write_payloads:
             steps.payloads = (write, undo)
-            good = write_grouped(self, jobs, results, slab._neighbours_in_slots, self._write_entries, undo)
+            good = write_grouped(self, jobs, results, slab.entry_neighbours, self._write_entries, undo)
             for _ in range(SPINS_MAX):  # a window wide enough for a few dozen kills to hit it
                 pass
             return good
-        return write_grouped(self, jobs, results, self._neighbours_in_pages, *steps.payloads)
+        return write_grouped(self, jobs, results, self._neighbours, *steps.payloads)
 
     if bug == "early":
         slab.SlabBackend._write_grouped = entries_first
