@@ -16,8 +16,8 @@ prompt is there to compute, decode steps run until the first sequence ends (serv
 ready in between cuts the run at the next step's end.
 
 With `overlap` the rest of a prompt is computed while later layers are still on their way (reports/breakeven.py has the
-law): the request is ready as early as that does not make the GPU wait, and its step ends no earlier than the last
-layer's arrival plus one layer's computing.
+law): the request is ready so early that the GPU never waits for a layer, if its rest is computed alone and in one step;
+in company it takes longer, and the layers are there all the sooner.
 
 Who holds: a request holds its leases from `find` to the end of its last haul. Who announces: the haul's end. Who
 frees: `Cache.release`.
@@ -60,7 +60,6 @@ class Job:
         "loading",
         "output_tokens",
         "prompt_tokens",
-        "step_end_min_s",
         "todo",
         "token_first_s",
         "token_last_s",
@@ -81,7 +80,6 @@ class Job:
         self.hauls: list[tuple[int, int]] = []
         self.found_tokens = self.hit_tokens = self.loaded_bytes = 0
         self.decision = Policy.NEVER.value
-        self.step_end_min_s = 0.0
         self.token_first_s: float | None = None
         self.token_last_s: float | None = None
 
@@ -171,11 +169,7 @@ class Worker:
 
     def _begin_mixed(self, now_s: float, parts: list[tuple[Job, Part]]) -> None:
         seconds = self._batch.mixed_s([part for _, part in parts], self._sm_share(now_s))
-        end_s = now_s + seconds
-        for job, _ in parts:
-            if not job.todo and job.step_end_min_s > end_s:
-                end_s = job.step_end_min_s
-        self.busy_s += end_s - now_s
+        self.busy_s += seconds
         tokens = sum([part.tokens for _, part in parts])
         pairs = sum([part.pairs for _, part in parts])
 
@@ -184,7 +178,7 @@ class Worker:
                 self._admission.computed(now_s, tokens, pairs, seconds)
             self._end_mixed(now_s, [job for job, _ in parts], tokens)
 
-        self._after(end_s, end)
+        self._after(now_s + seconds, end)
 
     def _end_mixed(self, now_s: float, jobs: list[Job], tokens: int) -> None:
         self._running = False
@@ -304,7 +298,7 @@ class Worker:
             job.front = ((kept & -kept).bit_length() - 1) * self._cache_of().chunk_tokens
         job.hit_tokens = choice.offer.tokens - job.front
         job.todo = job.front
-        pass
+        self.pending_tokens -= job.hit_tokens
         job.hauls = list(reversed(choice.offer.hauls))
         job.loaded_bytes = job.hauls[0][1]
         self._haul(now_s, job)
@@ -323,7 +317,6 @@ class Worker:
         wait_s = haul.end_s - haul.free_s
         first_s = haul.begin_s + wait_s + (haul.free_s - haul.begin_s) / self._layers
         ready_s = max(first_s, haul.end_s - rest_s * (1 - 1 / self._layers))
-        job.step_end_min_s = haul.end_s + rest_s / self._layers
         job.loading = False
         self._after(min(ready_s, haul.end_s), lambda now_s: self._become_ready(now_s, job))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.admission import Limits
+from kvcore.admission import Limits, Reason
 from kvcore.errors import ConfigError
 from kvcore.reports import parameters, traces
 from kvcore.reports.cost import Model, Tier, decode_step_s, host_memory, prefill_s, ttft_s
@@ -113,6 +113,18 @@ def test_alone_a_request_takes_what_the_cost_model_says(tier: Tier, overlap: boo
     assert second.hit_tokens == 8000 // CHUNK * CHUNK
     predicted = ttft_s(LLAMA, H100, tier, 8000, second.hit_tokens, overlap=overlap)
     assert ttft(second) == pytest.approx(predicted, rel=1e-9)
+
+
+@pytest.mark.parametrize("tier", [DRAM, KNOWN.tier("100G RDMA")])
+def test_a_replica_loads_every_ranks_copy(tier: Tier) -> None:
+    """16 ranks share 8 KV heads: each byte exists twice."""
+    model, host = KNOWN.model("Llama-3.1-70B"), H100.replica(16)
+    alone = trace(prompt(0, 8000), prompt(100, 8000))
+    tiers = (CacheTier(tier, 10**12),)
+    result = simulate(alone, setting(model=model, host=host, tiers=tiers, load=1.0, step_tokens=10**6))
+    second = result.records[1]
+    assert second.loaded_bytes == 2 * second.hit_tokens * model.kv_bytes_per_token()
+    assert ttft(second) == pytest.approx(ttft_s(model, host, tier, 8000, second.hit_tokens), rel=1e-9)
 
 
 def test_a_split_computes_the_front_while_the_back_is_loaded() -> None:
@@ -360,6 +372,14 @@ def test_a_store_that_costs_more_than_it_spares_is_left_alone() -> None:
     assert (always.ttft_mean_s or 0) > 3 * (never.ttft_mean_s or 0)
     assert (pays.ttft_mean_s or 0) < 1.5 * (never.ttft_mean_s or 0), "it has to find out first"
     assert sum(record.hit_tokens > 0 for record in pays.records) < 20
+
+
+def test_a_store_that_was_given_up_is_tried_again_with_a_small_piece() -> None:
+    far = Tier(name="far", t0_s=5.0, bytes_per_s=1e8)
+    result = simulate(trace(*[prompt(5.0 * at, 2100) for at in range(600)]), setting(Policy.PAYS, (far, 100), load=1.0))
+    probes = [record for record in result.records if record.decision == Reason.PROBE.value]
+    assert [record.hit_tokens for record in probes] == [CHUNK]
+    assert result.decisions()[Reason.COMPUTE.value] > 500
 
 
 def test_host_memory_is_used_as_if_there_was_no_question() -> None:
