@@ -27,7 +27,7 @@ _GUARDS = ("unit/test_l2_guards.py", "unit/test_l2_codecs.py", "sim/reports/test
 _PAGES = ("unit/test_page_map.py", "unit/test_page_desk.py", "unit/test_worker_pages.py", "sim/test_page_copies.py")
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "kvcore.admission": ("reports/test_serving.py",),
+    "kvcore.admission": ("unit/test_admission.py", "reports/test_serving.py"),
     "kvcore.device.fingerprint": ("device/test_fingerprint.py",),
     "kvcore.device.formats": ("device/test_discover.py", "device/test_fingerprint.py"),
     "kvcore.device.planes": ("device/test_planes.py", "device/test_reference.py"),
