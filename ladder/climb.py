@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvcore.config.values import redact_url
 from kvcore.errors import ConfigError
 from kvcore.ladder.configure import configure
 from kvcore.ladder.matrix import MatrixCell
@@ -130,6 +131,11 @@ def _climb_in_child(cell: MatrixCell, options: LadderOptions) -> str:
     return json.dumps(cell_to_json(result))
 
 
+def _shown(store: str | None) -> str | None:
+    """Without its secrets: the line is for logs."""
+    return None if store is None else redact_url(store)
+
+
 def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
     """A command line that climbs just this cell again."""
     parts = [f"kvcore ladder --target {options.target} --seed {options.seed} --cell {cell}"]
@@ -138,6 +144,7 @@ def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
         ("--connector", options.connector),
         ("--l1", options.l1_bytes),
         ("--l2", options.l2_dir),
+        ("--store", _shown(options.store)),
         ("--transfer", options.transfer if options.transfer != "worker" else None),
         ("--model", options.model),
         ("--connector-config", _quoted(options.connector_config)),

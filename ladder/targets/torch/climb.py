@@ -24,7 +24,7 @@ from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, Floors, RungCounts, RungResult
 from kvcore.ladder.targets.torch.dense import DenseReference
-from kvcore.ladder.targets.torch.fleet import EngineDied, Fleet
+from kvcore.ladder.targets.torch.fleet import FILES, EngineDied, Fleet
 from kvcore.ladder.targets.torch.messages import Admission, Answered, Ask, EngineSetup, Served
 from kvcore.ladder.targets.torch.model import POSITIONS_MAX, VOCABULARY, build_torch_model
 from kvcore.ladder.targets.torch.wiring import namespace_of
@@ -102,11 +102,12 @@ class TorchStage:
             placement="rank" if cell.ranks > 1 else "chunk",
             transfer=options.transfer,
         )
-        self._has_l2 = cell not in WITHOUT_L2
+        l2 = options.store or ("" if cell in WITHOUT_L2 else FILES)
+        self._has_l2 = bool(l2)
         self._layout, model = build_torch_model(
             setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed
         )
-        self.fleet = Fleet(setup, cell.servers, l1_bytes=L1_BYTES, l2=self._has_l2)
+        self.fleet = Fleet(setup, cell.servers, l1_bytes=L1_BYTES, l2=l2)
         self._reference = DenseReference(model)
         self._hasher = ChunkHasher(namespace_of(setup, self._layout))
         self._requests = asks(workload)
@@ -181,9 +182,7 @@ class TorchStage:
         draws = Draws(self._seed + wave, "forget")
         for index in range(len(self.fleet.servers)):
             self.fleet.servers[index].stop(SETTLE_SECONDS_MAX)
-            for record in sorted(self.fleet.l2_directory(index).rglob("*.kv")):
-                if draws.below(2):
-                    record.unlink()
+            self.fleet.forget_records(index, lambda: bool(draws.below(2)))
             self.fleet.restart_server(index)
 
     def _tight_blocks(self, wave: int) -> int:

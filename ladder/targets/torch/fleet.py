@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import InternalError
+from kvcore.l2.open import parse_store
 from kvcore.ladder.targets.torch.messages import Answered, Ask, EngineSetup, Failed, Serve, Served, pack, read_answer
 from kvcore.runtime.child import ENDS_IN_S, Child, ServerChild, stop_all
 from kvcore.service import protocol as wire
@@ -43,14 +44,18 @@ _LOOKS_EVERY_S = 0.02
 _DEAD_AFTER_LOOKS = 2
 
 
+FILES = "files"
+
+
 class EngineDied(Exception):
     """A process of the engine has ended, or said that it cannot go on."""
 
 
 class Fleet:
-    """See the module text. `l2`: every server keeps files of its own behind its L1."""
+    """See the module text. `l2`: FILES, where every server keeps files of its own behind its L1, the URL of one store
+    that all share, or "" for none."""
 
-    def __init__(self, setup: EngineSetup, servers: int, *, l1_bytes: int, l2: bool) -> None:
+    def __init__(self, setup: EngineSetup, servers: int, *, l1_bytes: int, l2: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvf-"))  # short: an ipc path has about 100 bytes at most
         addresses = tuple(f"ipc://{self.directory}/server{index}.sock" for index in range(servers))
         self.setup = msgspec.structs.replace(setup, directory=str(self.directory), servers=addresses)
@@ -87,7 +92,7 @@ class Fleet:
         arguments = ["--listen", self.setup.servers[index], "--l1", str(self._l1_bytes)]
         arguments += ["--chunk-tokens", str(self.setup.chunk_tokens), "--log-level", "warning"]
         if self._l2:
-            arguments += ["--l2", f"file://{self.l2_directory(index)}"]
+            arguments += ["--l2", f"file://{self.l2_directory(index)}" if self._l2 == FILES else self._l2]
         return ServerChild(self._log(f"server{index}"), *arguments)
 
     def _await_server(self, index: int) -> None:
@@ -110,6 +115,15 @@ class Fleet:
 
     def l2_directory(self, index: int) -> Path:
         return self.directory / f"l2-{index}"
+
+    def forget_records(self, index: int, lost: Callable[[], bool]) -> None:
+        """Remove those records of server `index` for which `lost` says so. The server is not running."""
+        if self._l2 == FILES:
+            for record in sorted(self.l2_directory(index).rglob("*.kv")):
+                if lost():
+                    record.unlink()
+        elif self._l2:
+            _forget_shared(self._l2, lost)
 
     def _log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
@@ -219,3 +233,14 @@ def _at_rest(state: dict[str, Any]) -> str:
 def segments() -> set[str]:
     """Names of all kvcore segments of this machine."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("kvcore-") and name.count("-") == 1}
+
+
+def _forget_shared(url: str, lost: Callable[[], bool]) -> None:
+    backend: Any = parse_store(url).open_backend()
+    try:
+        keys = sorted(stored.key for stored in backend.scan() if stored.key is not None)
+        for error in backend.delete([key for key in keys if lost()]):
+            if error is not None:
+                raise error
+    finally:
+        backend.close()
