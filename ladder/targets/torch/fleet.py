@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import tempfile
 import urllib.request
@@ -228,11 +227,6 @@ def _at_rest(state: dict[str, Any]) -> str:
     busy |= {name: writeback[name] for name in ("queued", "backing_off", "inflight")}
     busy |= {"prefetch." + name: prefetch[name] for name in ("jobs_pending", "jobs_waiting", "locks_held")}
     return ", ".join(f"{name} {count}" for name, count in busy.items() if count)
-
-
-def segments() -> set[str]:
-    """Names of all kvcore segments of this machine."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("kvcore-") and name.count("-") == 1}
 
 
 def _forget_shared(url: str, lost: Callable[[], bool]) -> None:
