@@ -49,7 +49,8 @@ from enum import Enum, unique
 
 import xxhash
 
-from kvcore.keys import ObjectKey, encode_key
+from kvcore.errors import StoreError
+from kvcore.keys import ObjectKey, decode_key, encode_key
 
 MAGIC = b"KVCOREL2"
 FORMAT_VERSION = 1
@@ -171,6 +172,18 @@ def key_of(header: Header, head: memoryview | bytes) -> bytes | Defect:
     if xxhash.xxh3_64_intdigest(encoded) != header.key_check:
         return Defect.FLIPPED
     return encoded
+
+
+def object_key_of(header: Header, head: memoryview | bytes) -> ObjectKey | Defect:
+    """The key behind the fixed part, if `encode_key` can have made it. Its place in the store is the caller's to check."""
+    encoded = key_of(header, head)
+    if isinstance(encoded, Defect):
+        return encoded
+    try:
+        key = decode_key(encoded)
+    except StoreError:
+        return Defect.FOREIGN
+    return key if encode_key(key) == encoded else Defect.FOREIGN
 
 
 def _key_defect(header: Header, head: memoryview | bytes, encoded: bytes, bytes_read: int) -> Defect | None:

@@ -47,7 +47,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 from kvcore.errors import ConfigError, StoreError
-from kvcore.keys import ObjectKey, decode_key, encode_key, key_text
+from kvcore.keys import ObjectKey, key_text
 from kvcore.l2 import envelope
 from kvcore.l2.backend import Found, LeftoverError, Scan
 from kvcore.l2.envelope import Defect, Header
@@ -279,14 +279,10 @@ class FileBackend:
 
 
 def _found(name: str, header: Header, head: bytes) -> Found | Defect:
-    encoded = envelope.key_of(header, head)
-    if isinstance(encoded, Defect):
-        return encoded
-    try:
-        key = decode_key(encoded)
-    except StoreError:
-        return Defect.FOREIGN
-    if encode_key(key) != encoded or record_name(key) != name:
+    key = envelope.object_key_of(header, head)
+    if isinstance(key, Defect):
+        return key
+    if record_name(key) != name:
         return Defect.FOREIGN
     return Found(key, header.payload_bytes, header.record_bytes)
 

@@ -51,7 +51,7 @@ from itertools import count
 from typing import TypeVar
 
 from kvcore.errors import ConfigError, StoreError
-from kvcore.keys import ObjectKey, decode_key, encode_key, key_text
+from kvcore.keys import ObjectKey, encode_key, key_text
 from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect
@@ -318,8 +318,10 @@ class FsBackend:
             os.close(fd)
         if header.record_bytes != size:
             return Defect.TORN if size < header.record_bytes else Defect.LONG
-        encoded = envelope.key_of(header, head)
-        return encoded if isinstance(encoded, Defect) else _named_key(encoded, f"{directory}/{name}")
+        key = envelope.object_key_of(header, head)
+        if isinstance(key, Defect):
+            return key
+        return key if record_name(key) == f"{directory}/{name}" else Defect.FOREIGN
 
     def _now_s(self) -> float | None:
         """The time by the clock that dates the files; ours may differ. None: nothing can be written."""
@@ -370,15 +372,6 @@ def _looks_good(path: str, key: ObjectKey, payload_bytes: int) -> bool:
     if isinstance(header, Defect) or size != header.record_bytes or header.payload_bytes != payload_bytes:
         return False
     return envelope.key_of(header, head) == encode_key(key)
-
-
-def _named_key(encoded: bytes, name: str) -> ObjectKey | Defect:
-    """The key, if it is a legal one and this is its record's name."""
-    try:
-        key = decode_key(encoded)
-    except StoreError:
-        return Defect.FOREIGN
-    return key if encode_key(key) == encoded and record_name(key) == name else Defect.FOREIGN
 
 
 def _identity(status: os.stat_result) -> _Identity:

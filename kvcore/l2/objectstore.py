@@ -38,7 +38,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvcore.errors import ConfigError, StoreError
-from kvcore.keys import ObjectKey, decode_key
+from kvcore.keys import ObjectKey
 from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect
@@ -210,11 +210,8 @@ class ObjectStoreBackend:
             return None
         if header.header_bytes > head_bytes:
             return self._key_in(path, header.header_bytes)
-        encoded = envelope.key_of(header, memoryview(head))
-        try:
-            return None if isinstance(encoded, Defect) else decode_key(encoded)
-        except StoreError:
-            return None
+        key = envelope.object_key_of(header, memoryview(head))
+        return None if isinstance(key, Defect) else key
 
     # --- the rest ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvcore.errors import ConfigError, StoreError
-from kvcore.keys import ObjectKey, decode_key, key_text
+from kvcore.keys import ObjectKey, key_text
 from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect, Header
@@ -390,13 +390,8 @@ def _is_intact(key: ObjectKey, head: Answer) -> bool:
 
 def _decoded(header: Header | Defect, head: bytes) -> ObjectKey | None:
     """The key that a header names. None: it cannot be read."""
-    encoded = envelope.key_of(header, head) if isinstance(header, Header) else header
-    if isinstance(encoded, Defect):
-        return None
-    try:
-        return decode_key(encoded)
-    except StoreError:
-        return None
+    key = envelope.object_key_of(header, head) if isinstance(header, Header) else header
+    return None if isinstance(key, Defect) else key
 
 
 def _is_good(key: ObjectKey, record: bytes, defect: Defect, seen_bytes: int | None) -> bool:

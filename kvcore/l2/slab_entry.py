@@ -26,8 +26,7 @@ from itertools import starmap
 
 import xxhash
 
-from kvcore.errors import StoreError
-from kvcore.keys import ObjectKey, decode_key, encode_key
+from kvcore.keys import ObjectKey
 from kvcore.l2 import envelope
 from kvcore.l2.envelope import Defect, Header
 from kvcore.l2.slab_space import Run
@@ -103,14 +102,10 @@ def decode_entry(data: memoryview, seed: int) -> Entry | Defect:
 
 
 def _entry(header: Header, encoded_header: bytes, runs: tuple[Run, ...], sequence: int) -> Entry | Defect:
-    encoded = envelope.key_of(header, encoded_header)
-    if isinstance(encoded, Defect):
-        return encoded
-    try:
-        key = decode_key(encoded)
-    except StoreError:
-        return Defect.FOREIGN
-    if encode_key(key) != encoded or len(encoded_header) != header.header_bytes:
+    key = envelope.object_key_of(header, encoded_header)
+    if isinstance(key, Defect):
+        return key
+    if len(encoded_header) != header.header_bytes:
         return Defect.FOREIGN
     if sum(run.count for run in runs) != pages_for(header.payload_bytes) or not all(run.count for run in runs):
         return Defect.FLIPPED
