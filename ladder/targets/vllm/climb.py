@@ -22,7 +22,7 @@ import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvcore.ladder.targets.vllm.caches import CacheKind, cache_for
 from kvcore.ladder.targets.vllm.engine import BLOCK_TOKENS, Ask, TinyEngine
 from kvcore.ladder.targets.vllm.models import VOCABULARY, TinyModel, tiny_model, write_model
 from kvcore.ladder.targets.vllm.watch import TOLERANCE, Admission, Distances, Reference, Watch
+from kvcore.ladder.targets.vllm_scheduler.mutants import Spoil
 from kvcore.sim.workload import Draws, Workload
 
 PROMPT_TOKENS_MAX = 280
@@ -55,9 +56,6 @@ CELLS = tuple(
     for load_async in (False, True)
 )
 MODEL_OF = {"full": "llama", "full+window": "gemma3"}
-
-
-Spoil = Callable[[Any, Any], None]
 
 
 def floors(requests: int, engines: int, *, foreign: bool) -> dict[str, Floors]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from kvcore.ladder.targets.vllm.climb import Spoil
-from kvcore.ladder.targets.vllm_scheduler.mutants import no_fence, skipped_load, stale_blocks_after_resume
+from kvcore.ladder.targets.vllm_scheduler.mutants import (
+    Spoil,
+    no_fence,
+    shifted_by,
+    skipped_load,
+    stale_blocks_after_resume,
+)
 from kvcore.ports import Copy, CopyTicket, DeviceEvent
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.streams import Job
@@ -53,22 +57,6 @@ def slow_stores(scheduler: Any, worker: Any) -> None:
     worker._run(_slowed(worker._side.worker))
 
 
-def shifted_load(scheduler: Any, worker: Any) -> None:
-    """Blocks arrive with their tokens shifted by one."""
-    core = worker._side.worker
-    moves = core._load_moves
-
-    def shifted(*arguments: Any) -> list[Copy]:
-        return [replace(copy, source=_roll(copy.source)) for copy in moves(*arguments)]
-
-    core._load_moves = shifted
-
-
-def _roll(source: memoryview) -> memoryview:
-    data = bytes(source)
-    return memoryview(data[-TOKEN_BYTES:] + data[:-TOKEN_BYTES])
-
-
 def _with_slow_stores(spoil: Spoil) -> Spoil:
     def both(scheduler: Any, worker: Any) -> None:
         slow_stores(scheduler, worker)
@@ -79,7 +67,7 @@ def _with_slow_stores(spoil: Spoil) -> Spoil:
 
 MUTANTS: dict[str, Callable[[Any, Any], None]] = {
     "skipped-load": skipped_load,
-    "shifted-load": shifted_load,
+    "shifted-load": shifted_by(TOKEN_BYTES),
     "no-fence": _with_slow_stores(no_fence),
     "stale-blocks": _with_slow_stores(stale_blocks_after_resume),
 }

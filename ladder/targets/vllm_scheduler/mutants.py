@@ -25,20 +25,19 @@ def skipped_load(scheduler: Any, worker: Any) -> None:
     core._load_moves = some
 
 
-def shifted_load(scheduler: Any, worker: Any) -> None:
+def shifted_by(slot_bytes: int) -> Spoil:
     """Blocks arrive with their tokens shifted by one slot."""
-    core = worker._side.worker
-    moves = core._load_moves
 
-    def shifted(*arguments: Any) -> list[Copy]:
-        return [replace(copy, source=_roll(copy.source)) for copy in moves(*arguments)]
+    def roll(source: memoryview) -> memoryview:
+        data = bytes(source)
+        return memoryview(data[-slot_bytes:] + data[:-slot_bytes])
 
-    core._load_moves = shifted
+    def shifted_load(scheduler: Any, worker: Any) -> None:
+        core = worker._side.worker
+        moves = core._load_moves
+        core._load_moves = lambda *arguments: [replace(copy, source=roll(copy.source)) for copy in moves(*arguments)]
 
-
-def _roll(source: memoryview) -> memoryview:
-    data = bytes(source)
-    return memoryview(data[-SLOT_BYTES:] + data[:-SLOT_BYTES])
+    return shifted_load
 
 
 def no_fence(scheduler: Any, worker: Any) -> None:
@@ -131,7 +130,7 @@ def no_stranding(scheduler: Any, worker: Any) -> None:
 
 MUTANTS: dict[str, Spoil] = {
     "skipped-load": skipped_load,
-    "shifted-load": shifted_load,
+    "shifted-load": shifted_by(SLOT_BYTES),
     "no-fence": no_fence,
     "stale-blocks": stale_blocks_after_resume,
     "uncomputed-stores": stores_uncomputed,
