@@ -175,7 +175,7 @@ def key_of(header: Header, head: memoryview | bytes) -> bytes | Defect:
 
 
 def object_key_of(header: Header, head: memoryview | bytes) -> ObjectKey | Defect:
-    """The key behind the fixed part, if `encode_key` can have made it. Its place in the store is the caller's to check."""
+    """The key behind the fixed part, if `encode_key` can have made it. Its place in a store is not checked here."""
     encoded = key_of(header, head)
     if isinstance(encoded, Defect):
         return encoded

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvcore.reports.kinds import replay
 from kvcore.reports.kinds.replay import POLICY_WORDS, Replay
-from kvcore.reports.page import Lines, Report, Series, Table, Work, words
+from kvcore.reports.page import Lines, Report, Series, Work, words
 from kvcore.reports.serving import Policy
 from kvcore.reports.slo import Goodput
 
@@ -21,19 +21,8 @@ def build(prepared: Replay, work: Work) -> Report:
     """The report."""
     assert prepared.ask.slo is not None
     served = replay.serve(prepared, work)
-    rows = [replay.row(name, result, served.ask.slo) for name, result in served.results.items()]
-    return Report(
-        "goodput",
-        f"Up to which load does {served.trace.name} meet {served.ask.slo}?",
-        tuple(_verdict(served)),
-        tables=(Table("cells", "All cells", replay.COLUMNS, rows, ("cell",)),),
-        charts=tuple(_charts(served)),
-        records=replay.records(served),
-        inputs=replay.inputs(served),
-        notes=replay.notes(served),
-        missing=tuple(work.missing),
-        seed=served.ask.seed,
-    )
+    title = f"Up to which load does {served.trace.name} meet {served.ask.slo}?"
+    return replay.report("goodput", title, served, work, verdict=_verdict(served), charts=_charts(served))
 
 
 def _good(served: Replay, policy: Policy, load: float) -> Goodput | None:

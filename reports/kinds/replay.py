@@ -7,7 +7,7 @@ is served. Cells are served one after the other; an interrupt leaves those that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from kvcore.config.values import parse_size
 from kvcore.errors import ConfigError
 from kvcore.reports import traces
 from kvcore.reports.kinds.breakeven import gpus_needed, replica_name, tier_of
-from kvcore.reports.page import Column, Value, Work, words
+from kvcore.reports.page import Column, Report, Table, Value, Work, words
+from kvcore.reports.page.document import Chart
 from kvcore.reports.parameters import Parameters
 from kvcore.reports.serving import CacheTier, Eviction, Policy, Record, Router, ServingResult, Setting, simulate
 from kvcore.reports.slo import COLUMNS as SLO_FORMULAS
@@ -192,6 +193,32 @@ def row(name: str, result: ServingResult, slo: Slo | None) -> dict[str, Value]:
 
 def _ttft(record: Record) -> float | None:
     return record.ttft_s
+
+
+def report(
+    kind: str,
+    title: str,
+    replay: Replay,
+    work: Work,
+    *,
+    verdict: Iterable[str],
+    charts: Iterable[Chart],
+    more_tables: Iterable[Table] = (),
+) -> Report:
+    """The page of a served trace: all cells as a table, whatever the kind adds, and the raw records."""
+    rows = [row(name, result, replay.ask.slo) for name, result in replay.results.items()]
+    return Report(
+        kind,
+        title,
+        tuple(verdict),
+        tables=(Table("cells", "All cells", COLUMNS, rows, ("cell",)), *more_tables),
+        charts=tuple(charts),
+        records=records(replay),
+        inputs=inputs(replay),
+        notes=notes(replay),
+        missing=tuple(work.missing),
+        seed=replay.ask.seed,
+    )
 
 
 def records(replay: Replay) -> list[dict[str, Any]]:

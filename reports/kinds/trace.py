@@ -20,19 +20,9 @@ CURVE_POINTS = 100
 def build(prepared: Replay, work: Work) -> Report:
     """The report."""
     served = replay.serve(prepared, work)
-    rows = [replay.row(name, result, served.ask.slo) for name, result in served.results.items()]
-    return Report(
-        "trace",
-        f"What does a KV cache do for {served.trace.name}?",
-        tuple(_verdict(served)),
-        tables=(Table("cells", "All cells", replay.COLUMNS, rows, ("cell",)), *_decisions(served)),
-        charts=tuple(_charts(served)),
-        records=replay.records(served),
-        inputs=replay.inputs(served),
-        notes=replay.notes(served),
-        missing=tuple(work.missing),
-        seed=served.ask.seed,
-    )
+    title = f"What does a KV cache do for {served.trace.name}?"
+    verdict, charts, more = _verdict(served), _charts(served), _decisions(served)
+    return replay.report("trace", title, served, work, verdict=verdict, charts=charts, more_tables=more)
 
 
 def _verdict(served: Replay) -> Iterator[str]:
