@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -88,6 +89,22 @@ def test_the_checks_leave_what_others_have_stored(url, capsys) -> None:
     assert status == 0, text
     assert ": 0 of " in text
     assert said(capsys, "verify", url) == (0, "4 good\n")
+
+
+def test_the_checks_wait_for_a_slow_scan_before_they_clean_up(tmp_path, capsys, monkeypatch) -> None:
+    """A shared store lists what its scan has found so far: cleaning up before its end left records behind."""
+    from kvcore.l2.fs import FsBackend
+
+    scan = FsBackend.scan
+
+    def slowly(self):
+        sleep(0.05)
+        yield from scan(self)
+
+    monkeypatch.setattr(FsBackend, "scan", slowly)
+    url = f"fs://{tmp_path}/kv"
+    assert said(capsys, "check", url, "--only", "restart does not bring back")[0] == 0
+    assert said(capsys, "verify", url) == (0, "0 good\n")
 
 
 def test_a_store_that_is_not_there_is_one_line_without_a_secret(capsys) -> None:

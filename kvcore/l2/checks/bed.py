@@ -220,6 +220,7 @@ class Bed:
         if not open_clients and self.traits.restart:
             open_clients = [await self.open()]
         for client in open_clients:
+            await client.at_rest()  # a shared store lists what its first scan has found, in the background
             left = [key for key in client.listed() if self.mine(key)]
             client.adapter.delete(left)
             await self.end(client)
