@@ -7,10 +7,11 @@ Real processes: a `kvcore serve` with an L1 of its own, an echo server (`echo.py
     round trips    LOOKUP -> ACK against an echo of the same bytes, the same number in flight, in turns
     big lookup     128K tokens (512 chunks x 4 rows), all in L1: processor time of the server for LOOKUP, QUERY, END
     throughput     lookups per second, answered READY, with many sessions in flight
-    copies         store and retrieve by either driver against one copy of the same bytes between private buffers,
+    copies         store and retrieve by either driver against one copy of the same bytes in private memory,
                    everything touched before: the worker copies through shared memory (reserve, copy, commit; open,
-                   copy, close), and the server copies from and to the worker's shared pages. Where memory happens to
-                   lie makes a fifth of a copy's speed, so there are as many private buffers as L1 has batches
+                   copy, close), and the server copies from and to the worker's shared pages. The yardstick copies the
+                   very same bytes to the very same place: a pair of buffers of its own, used at each turn, was a
+                   quarter faster than pairs in turns, which is what L1 is
 
 Each pair runs in turns, `rounds` times; medians and their ratio are printed. The processor time of a server or of the
 echo is read from the kernel's clock of that process, so that what runs beside it does not count: on a busy machine the
@@ -318,9 +319,7 @@ class _Turns(ABC):
     """Batches of whole pages, stored, looked up and retrieved; remembers what each kind of copy has cost."""
 
     def __init__(self, link: ServerLink, pid: int, sizes: Sizes, buffers: Sequence[memoryview]) -> None:
-        size = sizes.copy_bytes * sizes.copy_batch
         self._pid = pid
-        self._plain = _private(size), _private(size)
         self._sizes = sizes
         self._scheduler, self.worker = link.scheduler(), link.worker(0)
         self._sources, self._targets = buffers[:_L1_BATCHES], buffers[_L1_BATCHES:]
@@ -340,7 +339,6 @@ class _Turns(ABC):
         self._scheduler.end(session)
         source, target = self._sources[place], self._targets[place]
         assert np.array_equal(np.asarray(source), np.asarray(target)), "what was retrieved is what was stored"
-        source, target = self._plain
         with self._measured("plain"):
             for page in self.pages:
                 target[page] = source[page]
