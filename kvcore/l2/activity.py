@@ -13,7 +13,7 @@ Who holds: the adapter. `drop` frees an activity in which nothing goes on any mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, unique
 from typing import Any
 
@@ -37,7 +37,7 @@ class Activity:
     busy: Busy = Busy.NOT
     doomed: bool = False
     broken: Defect | None = None
-    waiting: list[Any] = field(default_factory=list)  # the adapter's stores that wait for what runs
+    waiting: tuple[Any, ...] = ()  # the adapter's stores that wait for what runs
 
     @property
     def in_use(self) -> bool:

@@ -30,6 +30,9 @@ Checking a record whose key is known (`check_record`):
  5. The payload is not as long as the caller's buffer: OTHER_SIZE. The record is intact, but not what is wanted.
  6. The checksum over fields, key and payload fails: FLIPPED.
 
+A record is good exactly when its header is the one that `encode_header` makes of the key and the payload that was read.
+So this is compared first, and the steps are for the others: they only say what is wrong.
+
 The payload is read straight into the caller's buffer and checked there; when step 6 fails the buffer holds
 rubbish and the caller is told that its content is undefined.
 
@@ -147,6 +150,8 @@ def check_record(key: ObjectKey, head: memoryview | bytes, payload: memoryview, 
     `bytes_read` is what `Files.read` answers: less than the buffers hold when the record is shorter, more when
     it is longer. None: the payload is the key's payload.
     """
+    if bytes_read == len(head) + len(payload) and encode_header(key, payload) == head:
+        return None
     header = parse_header(head[: min(bytes_read, len(head))])
     if isinstance(header, Defect):
         return header

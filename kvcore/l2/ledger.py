@@ -26,9 +26,10 @@ Who holds: the adapter holds the ledger; an entry is freed by `forget`. Nothing 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from kvcore.keys import ObjectKey
 from kvcore.quota import Quota
@@ -52,11 +53,10 @@ class Record:
     parked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """Room was made for one record. `reserved_bytes` are given back with `settle`."""
 
-    victims: list[ObjectKey]
+    victims: Sequence[ObjectKey]
     reserved_bytes: int
 
 
@@ -253,10 +253,10 @@ class Ledger:
         """Nothing is ever evicted, so nothing is parked."""
         return self.capacity_bytes is None and self._quota is None
 
-    def _victims(self, salt: str, more_bytes: int) -> list[ObjectKey] | None:
-        victims: list[ObjectKey] = []
+    def _victims(self, salt: str, more_bytes: int) -> Sequence[ObjectKey] | None:
         if self._unlimited:
-            return victims
+            return ()
+        victims: list[ObjectKey] = []
         while self._over_quota_bytes(salt, more_bytes) > 0 and self._evict(salt, victims):
             pass
         while self._over_bytes(more_bytes) > 0 and self._evict(None, victims):

@@ -157,11 +157,15 @@ class MooncakeClient:
     def put(self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """Gather each object from its pieces of registered memory. An object that is there stays as it is: 0."""
         with self._gate.call():
+            if _are_single(pointers):
+                return list(self._native.batch_put_from(names, _firsts(pointers), _firsts(sizes), self._config))
             return list(self._native.batch_put_from_multi_buffers(names, pointers, sizes, self._config))
 
     def get(self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """Scatter each object over its pieces of registered memory: its bytes, or a code."""
         with self._gate.call():
+            if _are_single(pointers):
+                return list(self._native.batch_get_into(names, _firsts(pointers), _firsts(sizes)))
             return list(self._native.batch_get_into_multi_buffers(names, pointers, sizes))
 
     def get_start(self, name: str, target: int, length: int) -> int:
@@ -252,6 +256,15 @@ class MooncakeClient:
         self._native.close()
         self._held.clear()
         self._owned.clear()
+
+
+def _are_single(pieces: list[list[int]]) -> bool:
+    """Each object lies in one piece: Mooncake has calls for that, which cost it up to 20 us less for each (0.3.13)."""
+    return all(len(one) == 1 for one in pieces)
+
+
+def _firsts(pieces: list[list[int]]) -> list[int]:
+    return [one[0] for one in pieces]
 
 
 def _module() -> Any:

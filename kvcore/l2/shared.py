@@ -197,7 +197,7 @@ class SharedAdapter:
         """Steps 1 to 3 of the module text; appends to `writes` what has to be written."""
         activity = self._activities.get(item.key)
         if activity is not None and activity.busy is not Busy.NOT:
-            activity.waiting.append(item)
+            activity.waiting = (*activity.waiting, item)
         elif not self._opened or (activity is not None and self._in_the_way(activity, item)):
             self._answer(item, StoreAnswer.RETRY)
         else:
@@ -246,18 +246,17 @@ class SharedAdapter:
             self._counts.bytes_in += len(item.payload) if answer is StoreAnswer.STORED else 0
         self._answer(item, answer)
         self._activities.end(activity)
-        self._share(activity, item, answer)
+        if activity.waiting:
+            self._share(activity, item, answer)
         self._settle(activity)
 
     def _share(self, activity: Activity, item: StoreItem, answer: StoreAnswer) -> None:
         """Stores that waited for this write; those with another length look again, in `_settle`."""
         good = answer in (StoreAnswer.STORED, StoreAnswer.PRESENT)
-        waiting: list[StoreItem] = activity.waiting
-        activity.waiting = []
+        waiting: tuple[StoreItem, ...] = activity.waiting
+        activity.waiting = tuple(other for other in waiting if good and other.record_bytes != item.record_bytes)
         for other in waiting:
-            if good and other.record_bytes != item.record_bytes:
-                activity.waiting.append(other)
-            else:
+            if not good or other.record_bytes == item.record_bytes:
                 self._answer(other, StoreAnswer.PRESENT if good else answer)
 
     def _answer(self, item: StoreItem, answer: StoreAnswer) -> None:
@@ -350,7 +349,7 @@ class SharedAdapter:
             self._ledger.unpark(activity.key)
 
     def _restart(self, activity: Activity) -> None:
-        waiting, activity.waiting = activity.waiting, []
+        waiting, activity.waiting = activity.waiting, ()
         writes: list[Write] = []
         for item in waiting:
             self._store(item, writes)

@@ -4,9 +4,13 @@ Both sides use the same registered, touched memory and the same number of object
 `batch_put_from` or `batch_get_into` over all of them, in this thread, and nothing else. The adapter does that in pieces
 of work, asks first which keys are there, adds envelopes, checks every byte, and goes through threads and notices.
 
-Seven pairs are taken in turns, each side in turn first; the figure is the ratio of the medians, client over adapter:
-1.0 is as fast as the client alone; the same for the CPU time of this process. The bar is asserted only with
-`--benchmark-only`, because a loaded machine proves nothing about the code. The cluster (master and one node, TCP) lives
+Seven rounds are taken, each side in turn first; the figure is the ratio of the medians, client over adapter: 1.0 is as
+fast as the client alone; the same for the CPU time of this process. The client is measured twice, with objects as long
+as the payloads and as long as the records: Mooncake's TCP moves at most 64 KiB at once, so a payload of just that
+length pays for one step more as soon as anything stands before it (10 to 15 %, 0.3.13), and no adapter can help it.
+
+The bar is asserted only with `--benchmark-only`, because a loaded machine proves nothing about the code: against
+payloads for large objects, against records for small ones. The cluster (master and one node, TCP) lives
 in a network namespace, which takes root: without it this is skipped loudly, and fails where CI=true.
 """
 
@@ -149,15 +153,17 @@ class Adapter:
 
 
 class ClientAlone:
-    """The same client object, without us."""
+    """The same client object, without us, moving objects of `size` bytes."""
 
-    def __init__(self, ours):
+    def __init__(self, ours, size):
         self.native = ours.backend._client._native
-        self.names = [f"alone-{number}" for number in range(ours.count)]
-        self.size = len(ours.source[0])
-        first = ours.memory.__array_interface__["data"][0]
-        self.sources = [first + number * self.size for number in range(ours.count)]
-        self.targets = [first + (ours.count + number) * self.size for number in range(ours.count)]
+        self.names = [f"alone-{size}-{number}" for number in range(ours.count)]
+        self.size = size
+        self.memory = np.random.default_rng(2).integers(0, 256, 2 * ours.count * size, np.uint8)
+        ours.backend.register_region(self.memory.data)
+        first = self.memory.__array_interface__["data"][0]
+        self.sources = [first + number * size for number in range(ours.count)]
+        self.targets = [first + (ours.count + number) * size for number in range(ours.count)]
 
     def store(self):
         begin = time.perf_counter()
@@ -190,27 +196,32 @@ def one(side, operation):
 @pytest.mark.parametrize("size", COUNTS, ids=lambda size: f"{size >> 10}KiB")
 def test_the_adapter_beside_the_client_alone(benchmark, request, capsys, cluster, operation, size):
     ours = Adapter(cluster, size)
-    alone = ClientAlone(ours)
-    for side in (ours, alone):  # the store's memory and every connection are touched before
+    payloads, records = (ClientAlone(ours, length) for length in (size, ours.backend.record_bytes(ours.keys[0], size)))
+    sides = [ours, payloads, records]
+    for side in sides:  # the store's memory and every connection are touched before
         side.store()
         side.delete() if operation == "store" else side.load()
-    times = {ours: [], alone: []}
+    times = {side: [] for side in sides}
 
-    def pair():
-        for side in (ours, alone) if len(times[ours]) % 2 else (alone, ours):
+    def one_round():
+        first = len(times[ours]) % len(sides)
+        for side in sides[first:] + sides[:first]:
             times[side].append(one(side, operation))
 
-    benchmark.pedantic(pair, rounds=PAIRS)
-    (wall, cpu), (wall_alone, cpu_alone) = (map(median, zip(*times[side])) for side in (ours, alone))
-    ratio, cpu_ratio, gb_per_s = wall_alone / wall, cpu_alone / cpu, ours.count * size / wall / 1e9
-    benchmark.extra_info |= {"ratio": round(ratio, 3), "cpu_ratio": round(cpu_ratio, 3), "gb_per_s": round(gb_per_s, 3)}
+    benchmark.pedantic(one_round, rounds=PAIRS)
+    (wall, cpu), beside, beside_records = (tuple(map(median, zip(*times[side]))) for side in sides)
+    ratio, cpu_ratio = beside[0] / wall, beside[1] / cpu
+    record_ratio, record_cpu_ratio = beside_records[0] / wall, beside_records[1] / cpu
+    gb_per_s = ours.count * size / wall / 1e9
+    figures = {"ratio": ratio, "cpu_ratio": cpu_ratio, "record_ratio": record_ratio, "gb_per_s": gb_per_s}
+    benchmark.extra_info |= {name: round(value, 3) for name, value in figures.items()}
     with capsys.disabled():
         print(
-            f"\nmooncake {operation} {size >> 10} KiB: {ratio:.2f} of its client alone "
-            f"(CPU {cpu_ratio:.2f}), {gb_per_s:.2f} GB/s"
+            f"\nmooncake {operation} {size >> 10} KiB: {ratio:.2f} of its client alone (CPU {cpu_ratio:.2f}), "
+            f"{record_ratio:.2f} (CPU {record_cpu_ratio:.2f}) with objects as long as ours, {gb_per_s:.2f} GB/s"
         )
     if operation == "load":
         assert np.array_equal(ours.memory[: ours.count * size], ours.memory[ours.count * size :])
     ours.close()
-    if request.config.getoption("benchmark_only") and size >= 1 << 20:
-        assert ratio >= BAR
+    if request.config.getoption("benchmark_only"):
+        assert (ratio if size >= 1 << 20 else record_ratio) >= BAR
