@@ -150,9 +150,10 @@ def fork(kind, directory, seed, verify):
 
 
 def kill(child, pipe):
-    pipe.close()
+    """The pipe stays open until the child is gone: one that still writes would meet a broken pipe, and say so."""
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    pipe.close()
     assert os.WIFSIGNALED(status), "the child ended by itself; its traceback says why"
 
 
