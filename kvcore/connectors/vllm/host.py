@@ -154,7 +154,13 @@ class CacheHost:
     def _open_adapters(self) -> Sequence[L2Adapter]:
         ports = self._ports
         return [
-            open_adapter(url, executor=self._executor, notice_factory=ports.notice, clock=ports.clock)
+            open_adapter(
+                url,
+                executor=self._executor,
+                notice_factory=ports.notice,
+                clock=ports.clock,
+                region=self._arena.buffer,
+            )
             for url in self.config.l2
         ]
 

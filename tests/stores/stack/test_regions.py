@@ -7,7 +7,10 @@ import os
 
 import pytest
 
+from kvcore.connectors.vllm.host import CacheHost, HostConfig, ThreadPorts
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.inprocess import Cache
+from kvcore.keys import Namespace
 from kvcore.l2.open import parse_store
 from kvcore.l2.wrapped_backend import opened
 from kvcore.service.host import ServerHost
@@ -86,6 +89,22 @@ def test_a_server_makes_its_shared_memory_known_and_unmaps_it_at_the_end(nixl_ur
     backend, arena = asyncio.run(life())
     assert backend._regions == []
     assert arena._map.closed  # nothing of ours holds a view any more
+
+
+def test_a_cache_in_the_engine_makes_its_memory_known(nixl_url):
+    namespace = Namespace(model_name="m", chunk_tokens=16)
+    group = ObjectGroup(kind=GroupKind.FULL, block_tokens=16, bytes_per_block=MIB)
+    config = HostConfig(CacheLayout(groups=(group,), ranks=1, chunk_tokens=16), namespace, 4 * MIB, l2=(nixl_url,))
+
+    async def life():
+        host = CacheHost(config, ThreadPorts())
+        [adapter] = host.storage._adapters
+        backend = raw_backend(adapter)
+        assert [region.nbytes for region in backend._regions] == [host._arena.buffer.nbytes]
+        await host.close()
+        return backend
+
+    assert asyncio.run(life())._regions == []
 
 
 def test_an_agent_that_is_in_use_at_the_close_forgets_the_region_when_its_call_ends(nixl_url):
