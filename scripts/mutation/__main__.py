@@ -2,6 +2,7 @@
 
     python scripts/mutation --sample 300 --seed 2         a sample; repeated after an interruption it goes on
     python scripts/mutation --survivors REPORT            those that survived there, once more
+    python scripts/mutation --only kvcore.keys kvcore.l2   these modules and what is under these packages
 
 1. Copy the tree to a work folder (a colleague may edit on; nothing outside the copy is changed).
 2. Enumerate the mutants of each pure module (cosmic-ray's operators), and draw `--sample` of them: each module gets a
@@ -37,7 +38,7 @@ sys.path.insert(1, str(ROOT / "scripts"))
 from population import Mutant, difference, mutants_of, mutated, path_of  # noqa: E402
 from runner import copy_tree, guard, mutated_file, prepare, recover, run_tests  # noqa: E402
 from sample import draw  # noqa: E402
-from targets import pure_modules, tests_of  # noqa: E402
+from targets import named, pure_modules, tests_of  # noqa: E402
 
 SCHEMA = 1
 FIRST_LIMIT_S = 120.0
@@ -49,8 +50,9 @@ Result = dict[str, Any]
 class Work:
     """The folder of one sample: the copy, the population, and one line of JSON per mutant that was tried."""
 
-    def __init__(self, folder: Path, assertions: bool) -> None:
+    def __init__(self, folder: Path, assertions: bool, only: tuple[str, ...] = ()) -> None:
         self._assertions = assertions
+        self._only = only
         self.tree = folder / "tree"
         self._population = folder / "population.json"
         self._results = folder / "results.jsonl"
@@ -64,10 +66,10 @@ class Work:
         prepare()
 
     def population(self) -> dict[str, list[Mutant]]:
-        """The mutants of each pure module: those in assertions, or all others."""
-        found: dict[str, list[Mutant]] = {module: [] for module in pure_modules(self.tree)}
+        """The mutants of each pure module that was asked for: those in assertions, or all others."""
+        found: dict[str, list[Mutant]] = {module: [] for module in named(self._only, pure_modules(self.tree))}
         for mutant in (Mutant(**fields) for fields in json.loads(self._population.read_text())):
-            if mutant.in_assert == self._assertions:
+            if mutant.in_assert == self._assertions and mutant.module in found:
                 found[mutant.module].append(mutant)
         return found
 
@@ -171,6 +173,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__.split("\n")[0])
     parser.add_argument("--sample", type=int, default=300, metavar="N", help="how many mutants")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="modules, or packages with all in them")
     parser.add_argument("--assertions", action="store_true", help="mutants inside assertions, instead of all others")
     parser.add_argument("--exclude", nargs="+", type=Path, default=[], metavar="REPORT", help="leave out their mutants")
     parser.add_argument("--survivors", type=Path, metavar="REPORT", help="only those that survived there, once more")
@@ -210,7 +213,7 @@ def main() -> int:
     if arguments.restart or arguments.survivors:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"work folder {folder}", flush=True)
-    work = Work(folder, arguments.assertions)
+    work = Work(folder, arguments.assertions, tuple(arguments.only))
     report = report_of(work, try_all(work, sample_of(work, arguments)), arguments.seed, time.monotonic() - start)
     show_report(report)
     if arguments.report:

@@ -53,7 +53,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvcore.bitmap": ("unit/test_bitmap.py", "unit/test_groups.py"),
     "kvcore.budget": ("unit/test_budget.py", "sim/test_storage.py"),
     "kvcore.config.values": ("unit/test_config.py", "unit/test_l2_open.py"),
+    "kvcore.connectors.admission": ("sim/connector",),
     "kvcore.connectors.cells": _TRACKER,
+    "kvcore.connectors.measured": ("sim/connector/test_load_if_it_pays.py",),
     "kvcore.connectors.plan": _TRACKER,
     "kvcore.connectors.tracker": _TRACKER,
     "kvcore.connectors.views": _TRACKER,
@@ -104,3 +106,11 @@ def tests_of(module: str) -> tuple[str, ...]:
     if module not in TESTS:
         raise SystemExit(f"{module} is pure and has no row in scripts/mutation/targets.py: say which tests judge it")
     return tuple(f"tests/{test}" for test in (*TESTS[module], *EVERYWHERE))
+
+
+def named(wanted: tuple[str, ...], modules: list[str]) -> list[str]:
+    """Those of `modules` that are wanted by name or lie in a wanted package; all of them when nothing is wanted."""
+    for name in wanted:
+        if not any(f"{module}.".startswith(f"{name}.") for module in modules):
+            raise SystemExit(f"no pure module is called {name}, and none lies in it")
+    return [module for module in modules if not wanted or f"{module}.".startswith(tuple(f"{name}." for name in wanted))]

@@ -104,3 +104,12 @@ def test_a_seed_draws_the_same_sample_and_leaves_out_what_is_excluded(tool: dict
     assert max(Counter(mutant.name for mutant in first).values()) == 1
     second = sample.draw(root, mutants, 5, 1, {mutant.name for mutant in first})
     assert not {mutant.name for mutant in first} & {mutant.name for mutant in second}
+
+
+def test_a_sample_can_be_taken_of_some_modules(tool: dict[str, ModuleType]) -> None:
+    named, modules = tool["targets"].named, ["kvcore.l1", "kvcore.l1_room", "kvcore.l2.index", "kvcore.l2.ledger"]
+    assert named((), modules) == modules
+    assert named(("kvcore.l1",), modules) == ["kvcore.l1"]
+    assert named(("kvcore.l2", "kvcore.l1_room"), modules) == modules[1:]
+    with pytest.raises(SystemExit, match=r"no pure module is called kvcore\.l3, and none lies in it"):
+        named(("kvcore.l3",), modules)
