@@ -29,9 +29,10 @@ from kvcore.runtime.child import Child, ServerChild
 
 SESSION_IDLE_S = 6
 WORKER_SILENCE_S = 4
-TERM_SECONDS_MAX = 5.0
-"""What a server may take to end, whatever it is doing (`shutdown_ns`)."""
-_TERM_PATIENCE_S = 30.0  # until it is killed for it
+TERM_SECONDS_MAX = 25.0
+"""What a server may take to end, whatever it is doing: 5 s (`shutdown_ns`), and the rest for an interpreter to wind up
+on a busy machine. A server that waits for something that never comes takes longer."""
+_TERM_PATIENCE_S = 60.0  # until it is killed for it
 _DAMAGE = ("short", "torn", "flipped")
 """What a torn record is, by `L2Statistics`."""
 _NS = 1_000_000_000

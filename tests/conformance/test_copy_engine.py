@@ -87,7 +87,7 @@ class Gate:
             self.event = engine.run_compute(self._wait_and_work)
 
     def _wait_and_work(self):
-        assert self._opened.wait(timeout=20)
+        assert self._opened.wait(timeout=60)
         self._work()
 
 

@@ -181,7 +181,7 @@ def test_threads_that_signal_after_each_result_lose_none(world, inbox, new_notic
         for producer in range(4):
             assert [number for who, number in received if who == producer] == list(range(500))
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
         notice.close()
 
     world.run(scenario)

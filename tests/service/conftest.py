@@ -14,7 +14,7 @@ import pytest
 
 from kvcore.runtime.child import ServerChild
 
-STARTS_IN_S = 30.0
+STARTS_IN_S = 90.0
 
 
 Serve = Callable[..., ServerChild]

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -71,7 +71,7 @@ def test_a_stopped_process_answers_when_it_goes_on(serve: Serve) -> None:
     server = serve()
     server.signal(signal.SIGSTOP)
     host, port = server.http.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as client:
+    with socket.create_connection((host, int(port)), timeout=60) as client:
         client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         server.signal(signal.SIGCONT)
         assert b"200" in client.recv(100)

@@ -33,7 +33,7 @@ LAYOUT = CacheLayout((ObjectGroup(GroupKind.FULL, CHUNK, 4096),), ranks=1, chunk
 NAMESPACE = Namespace("tiny", layout=LAYOUT.fingerprint, chunk_tokens=CHUNK)
 TOKENS = list(range(8 * CHUNK))
 HASHES = ChunkHasher(NAMESPACE).hash_tokens(TOKENS)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 QUICK = ConnectionConfig(request_timeout_ns=2_000_000_000, hello_interval_ns=100_000_000)
 
 

@@ -22,7 +22,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 def away(server: Any) -> list[str]:
     """The stores that the server has configured and not yet reached."""
-    with urllib.request.urlopen(f"{server.http.rstrip('/')}/status", timeout=10) as answer:
+    with urllib.request.urlopen(f"{server.http.rstrip('/')}/status", timeout=60) as answer:
         return list(json.load(answer)["stores_away"])
 
 

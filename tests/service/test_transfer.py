@@ -40,7 +40,7 @@ NAMESPACE = Namespace("tiny", layout=LAYOUT.fingerprint, chunk_tokens=CHUNK)
 HASHES = ChunkHasher(NAMESPACE).hash_tokens(range(8 * CHUNK))
 SOURCES = [(1 + 2 * cell, 33 + 2 * cell) for cell in range(8)]
 TARGETS = [(2 + 2 * cell, 34 + 2 * cell) for cell in range(8)]
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 QUICK = ConnectionConfig(request_timeout_ns=2_000_000_000, hello_interval_ns=100_000_000)
 
 

@@ -118,7 +118,7 @@ class Proxy:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive(), "a thread of the proxy hangs"
 
     # --- threads ---------------------------------------------------------------------------------------------------

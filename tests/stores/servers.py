@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-START_S = 10.0
+START_S = 60.0
 _PAUSE_S = 0.005
 
 

@@ -15,7 +15,7 @@ from kvcore.ladder.storm.link import DOWN, UP, Link
 from kvcore.ladder.storm.tap import Tap
 from kvcore.service.zmq_transport import ZmqClientTransport, ZmqServerTransport
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

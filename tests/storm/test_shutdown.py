@@ -28,7 +28,7 @@ HASHES = ChunkHasher(NAMESPACE).hash_tokens(TOKENS)
 PATIENCE_S = 60.0
 ENDS_IN_S = 5.0
 """Whatever is outstanding."""
-SLOW_MACHINE_S = 3.0
+SLOW_MACHINE_S = 20.0
 """For an interpreter to wind up, on a machine that is busy with something else."""
 
 

@@ -76,4 +76,4 @@ def test_background_work_runs() -> None:
 
     ran = threading.Event()
     in_background(ran.set, "test")
-    assert ran.wait(10)
+    assert ran.wait(60)

@@ -20,7 +20,7 @@ def in_another_thread(call):
 
     thread = threading.Thread(target=body)
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     return errors
 

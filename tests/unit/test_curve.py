@@ -13,7 +13,7 @@ from kvcore.errors import ConfigError
 from kvcore.service.curve import CurveClient, CurveServer, make_keys
 from kvcore.service.zmq_transport import ZmqClientTransport, ZmqServerTransport, check_address
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 UNKNOWN_GETS_S = 0.5  # how long a client without a place in the list may try
 
 

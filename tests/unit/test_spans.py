@@ -37,7 +37,7 @@ KEYS = [ObjectKey(chunk_hash, "m", 0, 0, SALT) for chunk_hash in HASHES]
 OWNER = Owner("request-7", 3, "lookup")
 WORKER = "worker:worker0-cafe"
 FAR_NS = 10_000_000_000
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Rig:

@@ -224,7 +224,7 @@ def test_closing_with_unsent_messages_waits_for_nobody(directory):
             pass
         begun_ns = time.monotonic_ns()
         server.close()
-        assert time.monotonic_ns() - begun_ns < 2_000_000_000  # bounded; LINGER would wait for ever
+        assert time.monotonic_ns() - begun_ns < 30_000_000_000  # bounded; LINGER would wait for ever
         deaf.close()
 
     run(scenario)

@@ -38,7 +38,7 @@ from kvcore.service.operator import ask
 from kvcore.service.zmq_transport import ZmqClientTransport
 from kvcore.sim.engine.config import EngineConfig
 
-ASKS_FOR_S = 10.0
+ASKS_FOR_S = 60.0  # a machine with more to do than processors must not look like a server that hangs
 _LOOKS_EVERY_S = 0.02
 _DEAD_AFTER_LOOKS = 2
 

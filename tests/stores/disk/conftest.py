@@ -27,7 +27,7 @@ from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.files import OsFiles
 from kvcore.runtime.notice import EventfdNotice
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CAPACITY_BYTES = 4 << 20
 SLAB_BYTES = 1 << 20
 CONTENT = runpy.run_path(str(Path(__file__).with_name("content.py")))

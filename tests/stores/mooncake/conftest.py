@@ -28,7 +28,7 @@ NODE_BYTES = 256 * 1024 * 1024
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x41
-_READY_S = 30.0  # takes 0.1 s on an idle machine
+_READY_S = 60.0  # takes 0.1 s on an idle machine
 _PAUSE_S = 0.02
 _NOTE = "KVCORE_TESTS_MOONCAKE_NAMESPACE"
 

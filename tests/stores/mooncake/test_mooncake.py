@@ -134,7 +134,7 @@ def test_a_region_is_held_until_the_native_client_has_ended(shared_cluster, insi
             memory.append(0)  # a native call may still move bytes
     for thread in threading.enumerate():
         if thread.name == "kvcore-mooncake-end":
-            thread.join(20)
+            thread.join(60)
     memory.append(0)
     assert not client.is_registered(pointer(memoryview(memory)), 1)
 

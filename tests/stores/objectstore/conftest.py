@@ -68,7 +68,7 @@ class Seaweed:
         )
         url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
         try:
-            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
+            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60).close()
         except urllib.error.HTTPError as error:
             error.close()
             if error.code != HTTPStatus.CONFLICT:  # that one says that we have it already

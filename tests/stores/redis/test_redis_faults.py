@@ -18,7 +18,7 @@ from kvcore.errors import StoreError
 TIMEOUT_S = 0.3
 SHORT = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S}
 PATIENT = {"timeout_s": 20.0, "connect_timeout_s": 20.0}  # for faults that end a connection: nothing waits for time
-SLACK_S = 5.0
+SLACK_S = 20.0
 BOUND_S = 2 * (TIMEOUT_S + TIMEOUT_S) + SLACK_S
 SIZE = 1 << 20
 ATTEMPTS = 10
