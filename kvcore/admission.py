@@ -201,10 +201,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Its tokens, at least one more than any offer serves, and the seconds since it arrived."""
+    """Its tokens, at least one more than any offer serves, and the seconds since it arrived.
+
+    `prefix_tokens`: what the engine has already, in front of them.
+    """
 
     tokens: int
     waited_s: float = 0.0
+    prefix_tokens: int = 0
 
 
 def decide(prompt: Prompt, offers: Sequence[Offer], gpu: Gpu, links: Sequence[Link], limits: Limits) -> Decision:
@@ -262,7 +266,7 @@ def cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequ
         haul = link.line.byte_s * size
         arrived += link.queue.work_s + link.line.fixed_s + haul
         lost += link.queue.lost_s(haul)
-    compute = prefill.seconds(prompt.tokens - offer.tokens, offer.tokens)
+    compute = prefill.seconds(prompt.tokens - offer.tokens, prompt.prefix_tokens + offer.tokens)
     assert compute >= 0
     spared = min(haul, compute) * (1 - 1 / gpu.layers)  # h/L + (L-1)/L max(h, c) + c/L instead of h + c
     own = prompt.waited_s + max(arrived - spared, gpu.ahead_s) + compute
@@ -275,6 +279,31 @@ def beyond_s(own_s: float, tail_s: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------- meters
+
+
+class Backlog:
+    """Prompts that wait for the GPU, in tokens and pairs, so that seconds follow from the measured rates."""
+
+    __slots__ = ("_pairs_twice", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self._pairs_twice = 0  # whole numbers: what is added and removed again leaves nothing behind
+
+    def add(self, new_tokens: int, prefix_tokens: int = 0) -> None:
+        self.requests += 1
+        self.tokens += new_tokens
+        self._pairs_twice += new_tokens * (2 * prefix_tokens + new_tokens)
+
+    def remove(self, new_tokens: int, prefix_tokens: int = 0) -> None:
+        self.requests -= 1
+        self.tokens -= new_tokens
+        self._pairs_twice -= new_tokens * (2 * prefix_tokens + new_tokens)
+        assert self.requests >= 0
+
+    def seconds(self, prefill: Prefill) -> float:
+        return prefill.token_s * self.tokens + prefill.pair_s * (self._pairs_twice / 2)
 
 
 class LineMeter:

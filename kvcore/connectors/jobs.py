@@ -114,7 +114,11 @@ class StoreJob(Job):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoadJob(Job):
+    """`alone`: no other load was under way at any time since `begin_ns`."""
+
     plan: LoadPlan
+    begin_ns: int = 0
+    alone: bool = True
 
 
 def blocks_of_cells(cells: Sequence[CellBlocks]) -> dict[int, frozenset[int]]:

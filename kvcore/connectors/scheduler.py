@@ -6,7 +6,7 @@ What is known of one request, and which moves it may make, is the pure `RequestT
 that talks to the servers and fills the workers' plans.
 
     matched_tokens   1. hash the known tokens (prompt + generated), start a lookup, answer None
-                     2. lookup fixed: greatest servable length -> tokens beyond the local prefix
+                     2. lookup fixed: the servable length that the admission promises -> tokens beyond the local prefix
     after_alloc      3. settle on that length (the rest of the leases goes back at once), plan the load
     build_meta       4. plan the stores of chunks that this step completes
     update_output    5. loads ended: the leases go back; good -> may be stored from; bad -> the verdict is forgotten
@@ -18,6 +18,10 @@ computed from the generation's fixed set of lengths. A question in a later phase
 attempt (failed load), so it opens a new generation; after `load_failures_max` failed loads the request is computed
 without the cache. Two exceptions: while an asynchronous load runs the answer is None (its blocks are being written),
 and after one that ended well it is 0 (it is not loaded a second time).
+
+How much of what was found is promised is the admission's to say (`admission.py`), once per generation; the rest goes
+back at once. It may also find a lookup not worth its time, before it begins or while it runs: then nothing is promised
+in this generation. The engine, asked to compute, is not told why.
 
 A lookup is made with the local prefix of that moment (`skip_chunks`): nothing the engine has is prefetched. If the
 local prefix has shrunk, or the tokens have changed, when the answer is used, the lookup is made again.
@@ -42,12 +46,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from kvcore.connectors.admission import Admission, LoadAll
 from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
 from kvcore.errors import CallerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
+from kvcore.lookup import NOTHING
 from kvcore.runtime.confined import LoopConfined
 from kvcore.service.client import SchedulerClient
 
@@ -57,11 +63,15 @@ _ID_CHARS_MAX = 128
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConnectorConfig:
-    """`session_prefix` keeps two engines on one server apart."""
+    """`session_prefix` keeps two engines on one server apart.
+
+    `steps_end_with_reports` False: the adapter calls `step_ended` itself, because reports come late or not at all.
+    """
 
     load_async: bool = False
     load_failures_max: int = 2
     session_prefix: str = ""
+    steps_end_with_reports: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,8 @@ class SchedulerConnectorStatistics:
     lookups: int
     tokens_queried: int  # beyond the engine's own prefix, of admitted requests whose lookup had an answer
     tokens_hit: int  # of these, promised and taken
+    tokens_refused: int  # found, and computed because the admission would rather have it so
+    lookups_unwanted: int  # not begun, or given up, as not worth their time
     loads_planned: int
     loads_open: int
     cells_load_planned: int
@@ -92,11 +104,13 @@ class SchedulerConnector:
         hasher: ChunkHasher,
         client: SchedulerClient,
         config: SchedulerConnectorConfig | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._layout = layout
         self._hasher = hasher
         self._client = client
         self._config = config or SchedulerConnectorConfig()
+        self.admission: Admission = admission if admission is not None else LoadAll()
         self._trackers: dict[str, RequestTracker] = {}
         self._unconfirmed: dict[str, RequestTracker] = {}  # with loads that not every rank has reported
         self._orphans: dict[str, None] = {}
@@ -127,10 +141,11 @@ class SchedulerConnector:
             self._new_generation(tracker)
         if not self._worth_asking(tracker, len(request.tokens), local_tokens):
             return 0, False
+        self.admission.waits(request.request_id, len(request.tokens))
         if tracker.phase is Phase.IDLE:
             self._start_lookup(tracker, request, local_tokens)
         if tracker.phase is Phase.LOOKING:
-            self._poll(tracker)
+            self._poll(tracker, local_tokens)
         if tracker.phase is Phase.LOOKING:
             return None, False
         tokens = tracker.promise(local_tokens)
@@ -142,9 +157,15 @@ class SchedulerConnector:
         return self._layout.usable_tokens(tokens // self._layout.chunk_tokens, tokens) > local_tokens
 
     def _start_lookup(self, tracker: RequestTracker, request: RequestView, local_tokens: int) -> None:
+        wanted = self.admission.worth_asking(tracker, len(request.tokens), local_tokens)
         tracker.look(request.tokens, local_tokens)
+        if not wanted:
+            tracker.leased = False  # no server was asked
+            self._refuse_lookup(tracker)
+            return
         self._hash(tracker)
         self._counts["lookups"] += 1
+        self.admission.asks(tracker)
         self._client.start(
             tracker.session,
             tracker.generation,
@@ -154,10 +175,32 @@ class SchedulerConnector:
             salt=tracker.cache_salt,
         )
 
-    def _poll(self, tracker: RequestTracker) -> None:
+    def _poll(self, tracker: RequestTracker, local_tokens: int) -> None:
         outcome = self._client.poll(tracker.session, tracker.generation)
         if outcome is not None:
             tracker.fix(outcome.lengths)
+            self._choose(tracker, local_tokens)
+        elif not self.admission.worth_asking(tracker, tracker.looked_up_tokens, local_tokens):
+            self._refuse_lookup(tracker)
+
+    def _choose(self, tracker: RequestTracker, local_tokens: int) -> None:
+        """What was found and is not promised goes back at once: others may want the room."""
+        found, length = tracker.length, self.admission.length(tracker, local_tokens)
+        if length == found:
+            return
+        tracker.choose(length)
+        self._counts["tokens_refused"] += (found - length) * self._layout.chunk_tokens
+        if length:
+            self._client.settle(tracker.session, tracker.generation, length)
+        else:
+            self._release(tracker)
+
+    def _refuse_lookup(self, tracker: RequestTracker) -> None:
+        """It is over, whatever it might have found."""
+        tracker.fix(NOTHING)
+        tracker.chosen = 0
+        self._release(tracker)
+        self._counts["lookups_unwanted"] += 1
 
     # ------------------------------------------------------------------ allocation
 
@@ -176,6 +219,7 @@ class SchedulerConnector:
         if external_tokens == 0:
             self._release(tracker)
             tracker.decline()
+            self.admission.admitted(tracker)
             return
         if tracker.phase is not Phase.KNOWN or external_tokens != tracker.promised_tokens:
             raise CallerError(
@@ -183,6 +227,7 @@ class SchedulerConnector:
             )
         self._client.settle(tracker.session, tracker.generation, tracker.length)
         self._plan_load(tracker, tracker.take_load(blocks))
+        self.admission.admitted(tracker)
 
     def _plan_load(self, tracker: RequestTracker, cells: list[CellBlocks]) -> None:
         assert tracker.request_id not in self._loads, "one load per generation"
@@ -206,6 +251,7 @@ class SchedulerConnector:
         ) - {NULL_BLOCK}
         for scheduled in step.scheduled:
             self._take_step(scheduled, loading)
+        self.admission.step_begins(step.scheduled, loads=any(not plan.load_async for plan in loads))
         meta = StepMeta(
             step.step,
             tuple(sorted(step.allocated)),
@@ -248,6 +294,9 @@ class SchedulerConnector:
         is. An engine with overlapping batches must load asynchronously.
         """
         self._confined.check()
+        if self._config.steps_end_with_reports:
+            self.admission.step_ended()
+        self.admission.measured(finished.loads)
         for tracker in list(self._unconfirmed.values()):
             tracker.note_errors(error_blocks)
             loading = tracker.phase is Phase.LOADING
@@ -260,6 +309,7 @@ class SchedulerConnector:
     def _load_ended(self, tracker: RequestTracker, failed: bool) -> None:
         assert tracker.request_id not in self._loads, "a load ended that was not handed over"
         del self._unconfirmed[tracker.request_id]
+        self.admission.loaded(tracker.request_id)
         self._release(tracker)  # what the load did not need: chunks that the engine had by then, parts of a failed one
         self._counts["load_failures"] += not tracker.end_load(failed)
 
@@ -270,6 +320,7 @@ class SchedulerConnector:
         self._confined.check()
         tracker = self._trackers.get(request_id)
         if tracker is not None:
+            self.admission.gone(request_id)
             self._new_generation(tracker)
 
     def finished(self, request: RequestView, blocks: BlockTable) -> bool:
@@ -281,6 +332,7 @@ class SchedulerConnector:
         self._confined.check()
         request_id = request.request_id
         tracker = self._trackers.pop(request_id, None)
+        self.admission.gone(request_id)
         if tracker is None:
             return False
         if any(blocks):

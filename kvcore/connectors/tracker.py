@@ -13,7 +13,8 @@ forgotten, and nothing of it answers for the new.
 1. A lookup is made for `looked_up_tokens` tokens on top of `skip_chunks` chunks that the engine has. Its answer, a set
    of servable lengths, is fixed once. It answers for a later question iff the tokens are the same and the engine still
    has those chunks (`answers`); a local prefix that has *grown* only makes the promise shorter.
-2. `promise(local)` is a function of the fixed answer: 0 <= promised <= n - 1 - local. Asking twice changes nothing.
+2. `promise(local)` is a function of the fixed answer, and of the length that was chosen from it, once:
+   0 <= promised <= n - 1 - local. Asking twice changes nothing.
 3. One load per generation at most. Until every rank has reported it, its blocks are *watched*. So are blocks that a
    request admitted in the same step found in the engine's own cache while they are still being filled for another.
 4. While anything is watched the request is not *confirmed*: what the forward pass computes may rest on garbage, and
@@ -94,6 +95,7 @@ class RequestTracker:
     phase: Phase = Phase.IDLE
     leased: bool = False  # the servers may hold leases for it
     lengths: int = 1  # servable lengths as a bit set; bit 0 is always set
+    chosen: int | None = None  # chunks that the admission promises; None: all that were found
     looked_up_tokens: int = 0
     skip_chunks: int = 0
     local_tokens: int = 0  # the engine's own prefix at the last question
@@ -116,7 +118,7 @@ class RequestTracker:
         self.generation = generation
         self.resumed = self.resumed or self.computed_tokens > 0
         self.phase = Phase.IDLE
-        self.lengths = 1
+        self.lengths, self.chosen = 1, None
         self.looked_up_tokens = self.skip_chunks = 0
         self.local_tokens = self.promised_tokens = self.delivered_tokens = 0
         self.computed_tokens = self.stored_chunks = 0
@@ -134,8 +136,8 @@ class RequestTracker:
 
     @property
     def length(self) -> int:
-        """The greatest servable length, in chunks."""
-        return self.layout.best(self.lengths)
+        """The length that is promised, in chunks: the greatest servable one, unless the admission chose another."""
+        return self.layout.best(self.lengths) if self.chosen is None else self.chosen
 
     def answers(self, tokens: int, local_tokens: int) -> bool:
         """May this generation answer a question for `tokens` tokens, of which the engine has `local_tokens`?"""
@@ -161,6 +163,13 @@ class RequestTracker:
         assert (lengths.bit_length() - 1) * self.layout.chunk_tokens <= self.looked_up_tokens
         self._move(Phase.KNOWN)
         self.lengths = lengths
+
+    def choose(self, length: int) -> None:
+        """Promise only so many chunks, in this generation. Once, before anything was promised."""
+        assert self.phase is Phase.KNOWN
+        assert self.chosen is None, "what is decided stays so"
+        assert self.lengths >> length & 1, "not a length that was found servable"
+        self.chosen = length
 
     def promise(self, local_tokens: int) -> int:
         """Tokens beyond `local_tokens` that the cache supplies."""

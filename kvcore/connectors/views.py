@@ -63,14 +63,31 @@ class StepView:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Loads that had the way for themselves, summed: how many, their bytes on one rank, how long each took."""
+
+    count: int = 0
+    size: int = 0
+    ns: int = 0
+
+    def __add__(self, other: LoadTimes) -> LoadTimes:
+        return LoadTimes(self.count + other.count, self.size + other.size, self.ns + other.ns)
+
+
+NO_LOADS = LoadTimes()
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """What one worker has completed since it was last asked. Every id is reported once.
 
     sent: ended requests whose blocks no store reads any more (follows `finished() -> True` of the scheduler side).
     received: requests whose asynchronous load has ended, well or not.
     failed: the part of `received` whose blocks must not be used although no block list can say so (several groups).
+    loads: how long loads took; an engine may leave them out.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    loads: LoadTimes = NO_LOADS

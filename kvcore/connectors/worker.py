@@ -25,7 +25,8 @@ Each plan becomes a *job* (`jobs.py`), one asyncio task. Jobs outlive the step t
 6. Who moves the bytes: this worker, on its device's streams, or the servers (the client's `transfer`), which read and
    write the shared memory that the pages lie in. Either way a cell has a ticket, and everything above holds for it. No
    server is asked before the device has passed the point behind which the copy belongs (the *gate*: an empty batch).
-7. Ended requests are reported `sent` when no store of their last generation reads blocks any more. Generations are
+7. With a clock, loads that are alone on their way are timed, from the plan to the report, for the admission.
+8. Ended requests are reported `sent` when no store of their last generation reads blocks any more. Generations are
    never used twice, so a reused request id waits for its own stores only.
 
 Rejected: fencing by request id (blocks that left a window, and reused ids, slip through); one task per stream instead
@@ -46,10 +47,10 @@ from typing import Any
 
 from kvcore.connectors.jobs import Job, LoadJob, StoreJob, blocks_of_cells
 from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
-from kvcore.connectors.views import NULL_BLOCK, Finished
+from kvcore.connectors.views import NO_LOADS, NULL_BLOCK, Finished, LoadTimes
 from kvcore.errors import CallerError, ConfigError, InternalError
 from kvcore.groups import CacheLayout
-from kvcore.ports import Copy, CopyEngine, CopyTicket
+from kvcore.ports import Clock, Copy, CopyEngine, CopyTicket
 from kvcore.runtime.confined import LoopConfined
 from kvcore.runtime.streams import CopyCancelled
 from kvcore.service.client import Grant, LoadCell, PageCell, StoreCell, WorkerClient
@@ -86,7 +87,10 @@ class WorkerConnectorStatistics:
 
 
 class WorkerConnector:
-    """See the module text. Loop-confined; one per rank. `share` says where the engine's pages lie, if servers copy."""
+    """See the module text. Loop-confined; one per rank.
+
+    `share` says where the engine's pages lie, if servers copy. `clock` None: loads are not timed.
+    """
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class WorkerConnector:
         client: WorkerClient,
         config: WorkerConnectorConfig | None = None,
         share: Callable[[Sequence[Any]], PageSegment] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if not 0 <= rank < layout.ranks:
             raise CallerError(f"rank {rank} does not exist: the layout has {layout.ranks} ranks")
@@ -107,6 +112,7 @@ class WorkerConnector:
         self._rank = rank
         self._client = client
         self._share = share
+        self._clock = clock
         self._config = config or WorkerConnectorConfig()
         self._pages: Sequence[Any] = ()
         self._device: CopyEngine | None = None
@@ -120,6 +126,7 @@ class WorkerConnector:
         self._received: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         self._errors: dict[int, None] = {}
+        self._timed = NO_LOADS
         self._crash: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._confined = LoopConfined()
@@ -194,6 +201,7 @@ class WorkerConnector:
         job = LoadJob(name=f"load:{plan.request_id}", after=self._engine.compute_event(), cells=cells, plan=plan)
         if not plan.load_async:
             self._sync_loads.append(job)
+        self._note_begin(job)
         self._spawn(job, self._load_by_server(job) if self._by_server else self._load(job))
 
     def wait_load(self, layer: int) -> Awaitable[None] | None:
@@ -246,10 +254,13 @@ class WorkerConnector:
         for ended in sent:
             del self._ended[ended]
         result = Finished(
-            frozenset(ended.request_id for ended in sent), frozenset(self._received), frozenset(self._failed)
+            frozenset(ended.request_id for ended in sent),
+            frozenset(self._received),
+            frozenset(self._failed),
+            self._timed,
         )
         assert result.failed <= result.received
-        self._received, self._failed = {}, {}
+        self._received, self._failed, self._timed = {}, {}, NO_LOADS
         return result
 
     def load_errors(self) -> frozenset[int]:
@@ -292,7 +303,7 @@ class WorkerConnector:
         self._keep_usable(job, grants)
         moved = await self._copy(job, "load", lambda index: self._load_moves(plan.cells[index], _view(grants, index)))
         held = await self._client.close_read(plan.session, plan.generation, cells)
-        self._report_load(plan, [index in moved and held[index] for index in range(len(cells))])
+        self._report_load(job, [index in moved and held[index] for index in range(len(cells))])
 
     def _load_moves(self, cell: CellBlocks, view: memoryview) -> list[Copy]:
         size = self._layout.groups[cell.group].bytes_per_block
@@ -302,21 +313,38 @@ class WorkerConnector:
             if block != NULL_BLOCK
         ]
 
-    def _report_load(self, plan: LoadPlan, good: Sequence[bool]) -> None:
+    def _report_load(self, job: LoadJob, good: Sequence[bool]) -> None:
+        plan = job.plan
         bad = [cell for cell, fine in zip(plan.cells, good, strict=True) if not fine]
         self._errors.update((block, None) for cell in bad for block in cell.blocks if block != NULL_BLOCK)
         self._counts["loads"] += 1
         self._counts["loads_failed"] += bool(bad)
         self._counts["cells_loaded"] += sum(good)
-        self._counts["bytes_loaded"] += sum(
+        size = sum(
             self._layout.groups[cell.group].bytes_per_block * sum(block != NULL_BLOCK for block in cell.blocks)
             for cell, fine in zip(plan.cells, good, strict=True)
             if fine
         )
+        self._counts["bytes_loaded"] += size
+        if not bad:
+            self._note_end(job, size)
         if plan.load_async:
             self._received[plan.request_id] = None
             if bad and len(self._layout.groups) > 1:
                 self._failed[plan.request_id] = None
+
+    def _note_begin(self, job: LoadJob) -> None:
+        if self._clock is None:
+            return
+        job.begin_ns = self._clock.now_ns()
+        for other in self._jobs.values():
+            if isinstance(other, LoadJob):
+                other.alone = job.alone = False
+
+    def _note_end(self, job: LoadJob, size: int) -> None:
+        """A good load has ended. What came in the company of others says nothing about the way."""
+        if self._clock is not None and job.alone and size:
+            self._timed += LoadTimes(1, size, max(self._clock.now_ns() - job.begin_ns, 0))
 
     # ------------------------------------------------------------------ copies by the servers
 
@@ -339,7 +367,7 @@ class WorkerConnector:
             tickets = self._client.pages.load(plan.session, plan.generation, list(cells.values()), gate)
             job.begin_copies(dict(zip(cells, tickets, strict=True)))
         moved = await self._copied(job)
-        self._report_load(plan, [index in moved for index in range(len(plan.cells))])
+        self._report_load(job, [index in moved for index in range(len(plan.cells))])
 
     def _count_stored(self, job: StoreJob, moved: frozenset[int]) -> None:
         self._counts["stores"] += bool(moved)
@@ -439,7 +467,7 @@ class WorkerConnector:
     @property
     def reported(self) -> bool:
         """Nothing is under way, and there is nothing that `finished` or `load_errors` would still tell."""
-        untold = self._ended or self._received or self._failed or self._errors or self._crash
+        untold = self._ended or self._received or self._failed or self._errors or self._timed.count or self._crash
         return not (self._jobs or untold)
 
     def statistics(self) -> WorkerConnectorStatistics:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcore.admission import (
+    Backlog,
     Decision,
     Gpu,
     Link,
@@ -28,7 +29,6 @@ from kvcore.admission import (
     TailMeter,
     beyond_s,
     decide,
-    pairs,
 )
 from kvcore.reports.breakeven import LineLoad, split
 from kvcore.reports.serving.cache import Cache, Choice, Held
@@ -36,31 +36,6 @@ from kvcore.reports.serving.link import Line
 from kvcore.reports.serving.setting import Policy, Setting
 
 SPLIT = "split"
-
-
-class Backlog:
-    """Prompts that wait for the GPU, in tokens and pairs, so that seconds follow from the measured rates."""
-
-    __slots__ = ("pairs", "requests", "tokens")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
-        self.pairs = 0.0
-
-    def add(self, new_tokens: int, prefix_tokens: int = 0) -> None:
-        self.requests += 1
-        self.tokens += new_tokens
-        self.pairs += pairs(new_tokens, prefix_tokens)
-
-    def remove(self, new_tokens: int, prefix_tokens: int = 0) -> None:
-        self.requests -= 1
-        self.tokens -= new_tokens
-        self.pairs -= pairs(new_tokens, prefix_tokens)
-        assert self.requests >= 0
-
-    def seconds(self, prefill: Prefill) -> float:
-        return prefill.token_s * self.tokens + prefill.pair_s * max(self.pairs, 0.0)
 
 
 class Admission:

@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from kvcore.admission import Reason
+from kvcore.admission import Backlog, Reason
 from kvcore.reports.prefill import prefill_terms
-from kvcore.reports.serving.admit import SPLIT, Admission, Backlog
+from kvcore.reports.serving.admit import SPLIT, Admission
 from kvcore.reports.serving.cache import Cache, Choice, Held
 from kvcore.reports.serving.gpu import Batch, Part
 from kvcore.reports.serving.link import Haul, Line

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcore.connectors.views import Finished
+from kvcore.connectors.views import NO_LOADS, Finished
 from kvcore.ports import DeviceEvent
 from kvcore.sim.engine.device import ComputeDevice, PagedMemory
 from kvcore.sim.engine.probe import EngineProbe
@@ -204,7 +204,8 @@ class ReportCombiner:
         received = self._complete(self._received, [report.finished.received for report in reports])
         failed = frozenset(request_id for request_id in received if self._failed.pop(request_id, 0) is None)
         errors = frozenset(block for report in reports for block in report.error_blocks)
-        return Finished(sent, received, failed), errors
+        loads = sum((report.finished.loads for report in reports), NO_LOADS)
+        return Finished(sent, received, failed, loads), errors
 
     def _complete(self, counts: dict[str, int], reported: Sequence[frozenset[str]]) -> frozenset[str]:
         complete = []

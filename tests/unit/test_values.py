@@ -19,6 +19,7 @@ import pytest
 
 RUNNING_STATE = {
     "kvcore.admission.ShareMeter",
+    "kvcore.connectors.measured._Step",
     "kvcore.connectors.tracker.RequestTracker",
     "kvcore.l2.activity.Activity",
     "kvcore.l2.index.Entry",

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvcore.admission import Limits
+from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.views import Finished, RequestView, ScheduledRequest, StepView
@@ -79,8 +81,8 @@ class Server:
         world, layout = desk.world, desk.layout
         arena = PlainArena(desk.l1_bytes)
         self.l1 = L1Cache(arena, LruPolicy)
-        executor = world.executor(f"l2.{index}")
-        adapter = memory_adapter("l2", executor=executor, notice_factory=world.notice, backend=MemoryBackend())
+        self.executor = world.executor(f"l2.{index}")
+        adapter = memory_adapter("l2", executor=self.executor, notice_factory=world.notice, backend=MemoryBackend())
         self.storage = Storage(
             layout=layout,
             model_name="m",
@@ -105,7 +107,10 @@ class Server:
 
 
 class Desk:
-    """See the module text. Times are virtual; a step takes as long as its copies and fences make it."""
+    """See the module text. Times are virtual; a step takes as long as its copies and fences make it.
+
+    `limits`: of an admission that loads what pays; None: everything is loaded. `token_ns`: to compute one token.
+    """
 
     def __init__(
         self,
@@ -119,6 +124,8 @@ class Desk:
         l1_bytes: int = 1 << 16,
         page_ns: tuple[int, int] = (1_000, 5_000),
         worker: WorkerConnectorConfig | None = None,
+        token_ns: int = 0,
+        limits: Limits | None = None,
     ) -> None:
         self.loop = SimLoop(seed)
         self.layout = CacheLayout(groups, ranks, CHUNK)
@@ -130,7 +137,9 @@ class Desk:
         self.regions: dict[str, Region] = {}
         self.world = SimWorld(self.loop, in_process=in_process)
         self._worker_config = worker
-        self._load_async = load_async
+        self._token_ns = token_ns
+        self._limits = limits
+        self.load_async = load_async
         self._combiner = ReportCombiner(ranks)
         self._known: dict[bytes, list[int]] = {}  # chunk hash -> the tokens up to its end
         self._next_block = 1
@@ -157,9 +166,10 @@ class Desk:
         count = self.placement.servers
         self.servers = [self.world.inside(f"server{i}", lambda i=i: Server(self, i)) for i in range(count)]  # type: ignore[misc]
         self.connections: list[Connection] = []
-        config = SchedulerConnectorConfig(load_async=self._load_async)
+        config = SchedulerConnectorConfig(load_async=self.load_async)
         self.client = SchedulerClient(self._connect("scheduler"), self.placement, self.layout, self.world.clock)
-        self.scheduler = SchedulerConnector(self.layout, self.hasher, self.client, config)
+        pays = None if self._limits is None else LoadIfItPays(self.layout, self.world.clock, self._limits)
+        self.scheduler = SchedulerConnector(self.layout, self.hasher, self.client, config, pays)
         self.workers: list[WorkerConnector] = []
         self.devices: list[SimCopyEngine] = []
         self.pages: list[list[Any]] = []
@@ -175,7 +185,7 @@ class Desk:
         tokens = [1 if g.kind is GroupKind.RECURRENT else g.block_tokens for g in self.layout.groups]
         pages = [np.zeros((BLOCKS, 1, count, 1), dtype=np.uint64) for count in tokens]
         device.register_pages(pages)
-        worker = WorkerConnector(self.layout, rank, client, self._worker_config)
+        worker = WorkerConnector(self.layout, rank, client, self._worker_config, clock=self.world.clock)
         worker.register(pages, device)
         self.workers.append(worker)
         self.devices.append(device)
@@ -292,7 +302,7 @@ class Desk:
         for _ in range(5_000):
             tokens, load_async = self.scheduler.matched_tokens(job.view(), local)
             if tokens is not None:
-                assert load_async is (self._load_async and tokens > 0)
+                assert load_async is (self.load_async and tokens > 0)
                 return tokens
             await self.pause(MS // 5)
         raise AssertionError(f"{job.name}: no answer")
@@ -360,7 +370,8 @@ class Desk:
         worker.start_load(meta)
         if (load := worker.wait_load(0)) is not None:
             await load
-        event = device.run_compute(lambda: self._forward(rank, entries), MS // 5)
+        step_ns = MS // 5 + self._token_ns * sum(count for _, count in entries)
+        event = device.run_compute(lambda: self._forward(rank, entries), step_ns)
         worker.save(0)
         worker.wait_save()
         await event.wait()

@@ -1,0 +1,357 @@
+"""`LoadIfItPays`: the admission's decision (`kvcore.admission`) from what one scheduler side has measured.
+
+Theory of operation
+-------------------
+Everything comes from the calls of the engine and from the workers' reports; no parameter of a model or a machine does.
+
+    steps     `step_begins` .. `step_ended`, less what overlaps with the step before: seconds of a step against the
+              tokens and the pairs of query and key of its prompts. A step that waited for loads of its own is no sample
+    loads     timed by the workers, those that had the way for themselves: seconds against bytes, from the cache's
+              memory into the engine's pages, with what the servers and the device need around it
+    lookups   from the question that began one to the question that got its answer: seconds against the bytes that were
+              found. What lies in a store is brought into the cache's memory during the lookup, so the rate of the
+              stores is in it, and so is the engine's own pace of asking: a request pays for both
+    queues    requests that wait, prompts that are being computed, sequences that decode, bytes that are being loaded;
+              arrivals per second and busy shares
+
+Two questions, one decision. `length`, when the lookup is over: is loading what was found cheaper than computing it?
+`worth_asking`, before and while it runs: would it be, if everything were found and it took as long as such lookups do?
+A lookup that is late is taken to last as long again as it is late (Lindy's law), so one that hangs in a slow store is
+given up about when computing would have been the better choice, and costs at most about twice the better one.
+
+A decision compares the whole found prefix with nothing. Pieces are loaded only to measure a way that nothing went over
+for long (`kvcore.admission`): every PROBE_AFTER-th lookup that was not worth its wait is waited for all the same, and
+what it finds is loaded.
+
+Who holds: numbers, by request id from `waits` to `gone`. Times are the clock's, as float seconds.
+
+Rejected: timing loads on this side (it sees ends at steps only, so on a busy engine every load looks as slow as a
+step); measuring whatever the GPU does (decode steps tell nothing about prompts); one line for lookup and load (they are
+decided at different moments, and what the lookup took is spent by then).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcore.admission import (
+    Backlog,
+    Decision,
+    Gpu,
+    Limits,
+    Line,
+    LineMeter,
+    Link,
+    Offer,
+    PrefillMeter,
+    Prompt,
+    Queue,
+    Reason,
+    ShareMeter,
+    TailMeter,
+    decide,
+    pairs,
+)
+from kvcore.connectors.tracker import Phase, RequestTracker
+from kvcore.connectors.views import LoadTimes, ScheduledRequest
+from kvcore.groups import CacheLayout, GroupKind
+from kvcore.ports import Clock
+
+_NS_PER_S = 1e9
+_STEPS_MAX = 64
+"""Steps that have begun and are not known to have ended. More: somebody does not tell; all are forgotten."""
+_LOOKUP, _LOAD = 0, 1
+_EVER = 1 << 62
+_NO_WAIT = Link(Line(0.0, 0.0))
+
+
+@dataclass(slots=True)
+class _Step:
+    """`tokens`, `pairs`: of its prompts. `firsts`: requests whose first token it brings."""
+
+    begin_s: float
+    tokens: int
+    pairs: float
+    firsts: list[str]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatistics:
+    """Counters of decisions and of samples, and the rates they have given; None: not measured."""
+
+    decided_load: int
+    decided_compute: int
+    lookups_unwanted: int  # not begun, or given up
+    steps_measured: int
+    loads_measured: int
+    lookups_measured: int
+    prefill_token_s: float | None
+    load_byte_s: float | None
+    lookup_byte_s: float | None
+
+
+class _Prompts:
+    """Prompts that are still to be computed, by request (tokens, and the prefix they stand on), and their sum."""
+
+    __slots__ = ("_parts", "work")
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[int, int]] = {}
+        self.work = Backlog()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._parts
+
+    def put(self, request_id: str, tokens: int, prefix_tokens: int = 0) -> None:
+        self.pop(request_id)
+        self._parts[request_id] = (tokens, prefix_tokens)
+        self.work.add(tokens, prefix_tokens)
+
+    def pop(self, request_id: str) -> int | None:
+        """Its tokens; None: it is not there."""
+        part = self._parts.pop(request_id, None)
+        if part is None:
+            return None
+        self.work.remove(*part)
+        return part[0]
+
+
+class LoadIfItPays:
+    """See the module text. An `Admission`; one per scheduler side."""
+
+    def __init__(self, layout: CacheLayout, clock: Clock, limits: Limits | None = None) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._limits = limits or Limits()
+        self._recurrent = any(group.kind is GroupKind.RECURRENT for group in layout.groups)
+        self._waiting = _Prompts()
+        self._computing = _Prompts()
+        self._came: dict[str, float] = {}  # until the first token
+        self._decoding: dict[str, None] = {}
+        self._loading: dict[str, int] = {}  # bytes
+        self._asked: dict[str, tuple[int, float]] = {}  # (generation, since when) of a pending lookup
+        self._steps: deque[_Step] = deque()
+        self._last_end_s = 0.0
+        self._prefill, self._gpu_busy, self._gpu_rate = PrefillMeter(), ShareMeter(), ShareMeter()
+        self._load, self._load_busy, self._load_rate = LineMeter(), ShareMeter(), ShareMeter()
+        self._lookup, self._tail = LineMeter(), TailMeter()
+        self._loads_refused = self._lookups_refused = 0  # in a row
+        self._probing: dict[str, int] = {}  # generation whose lookup is waited for in any case
+        self._counts: Counter[str] = Counter()
+
+    def _now_s(self) -> float:
+        return self._clock.now_ns() / _NS_PER_S
+
+    # ------------------------------------------------------------------ requests
+
+    def waits(self, request_id: str, tokens: int, at_ns: int | None = None) -> None:
+        if request_id in self._waiting:
+            return
+        self._waiting.put(request_id, tokens)
+        now_s = self._now_s()
+        if request_id not in self._came:
+            self._came[request_id] = now_s if at_ns is None else min(at_ns / _NS_PER_S, now_s)
+            self._gpu_rate.add(now_s, 1.0)
+
+    def admitted(self, tracker: RequestTracker) -> None:
+        name, prefix = tracker.request_id, tracker.local_tokens
+        tokens = self._waiting.pop(name) or len(tracker.tokens)
+        self._asked.pop(name, None)
+        if tracker.phase is Phase.LOADING:
+            prefix += tracker.promised_tokens
+            self._loading[name] = self._bytes(tracker.length, tracker.looked_up_tokens, tracker.local_tokens)
+            self._load_rate.add(self._now_s(), 1.0)
+        self._computing.put(name, max(tokens - prefix, 0), prefix)
+
+    def loaded(self, request_id: str) -> None:
+        self._loading.pop(request_id, None)
+
+    def gone(self, request_id: str) -> None:
+        self._waiting.pop(request_id)
+        self._computing.pop(request_id)
+        self._came.pop(request_id, None)
+        self._decoding.pop(request_id, None)
+        self._loading.pop(request_id, None)
+        self._asked.pop(request_id, None)
+        self._probing.pop(request_id, None)
+
+    # ------------------------------------------------------------------ steps
+
+    def step_begins(self, scheduled: Sequence[ScheduledRequest], loads: bool) -> None:
+        step = _Step(self._now_s(), 0, 0.0, [], not loads)
+        for each in scheduled:
+            self._take_part(step, each)
+        if len(self._steps) >= _STEPS_MAX:
+            self._steps.clear()
+        self._steps.append(step)
+
+    def _take_part(self, step: _Step, part: ScheduledRequest) -> None:
+        end, known = part.computed_tokens + part.scheduled_tokens, len(part.tokens)
+        if part.request_id in self._decoding or part.scheduled_tokens < 1:
+            return
+        step.tokens += part.scheduled_tokens
+        step.pairs += pairs(part.scheduled_tokens, part.computed_tokens)
+        if end < known:
+            self._computing.put(part.request_id, known - end, end)
+            return
+        self._computing.pop(part.request_id)
+        self._decoding[part.request_id] = None
+        step.firsts.append(part.request_id)
+
+    def step_ended(self, at_ns: int | None = None) -> None:
+        if not self._steps:
+            return
+        now_s = self._now_s() if at_ns is None else at_ns / _NS_PER_S
+        step = self._steps.popleft()
+        seconds = now_s - max(step.begin_s, self._last_end_s)
+        self._last_end_s = max(now_s, self._last_end_s)
+        for name in step.firsts:
+            if (came_s := self._came.pop(name, None)) is not None:
+                self._tail.add(max(now_s - came_s, 0.0))
+        if step.tokens and step.sample and seconds > 0:
+            self._counts["steps"] += 1
+            self._prefill.add(step.tokens, step.pairs, seconds)
+            self._gpu_busy.add(self._now_s(), seconds)
+
+    # ------------------------------------------------------------------ loads and lookups
+
+    def measured(self, loads: LoadTimes) -> None:
+        if loads.count and loads.size:
+            seconds = loads.ns / _NS_PER_S
+            self._counts["loads"] += loads.count
+            self._load.add(loads.size / loads.count, seconds / loads.count)
+            self._load_busy.add(self._now_s(), seconds)
+
+    def asks(self, tracker: RequestTracker) -> None:
+        self._asked[tracker.request_id] = (tracker.generation, self._now_s())
+
+    def _lookup_over(self, tracker: RequestTracker) -> None:
+        generation, begin_s = self._asked.pop(tracker.request_id, (0, 0.0))
+        size = self._bytes(tracker.length, tracker.looked_up_tokens, tracker.skip_chunks * self._layout.chunk_tokens)
+        if generation == tracker.generation and size:
+            self._counts["lookups"] += 1
+            self._lookups_refused = 0
+            self._lookup.add(size, max(self._now_s() - begin_s, 0.0))
+
+    def _bytes(self, length: int, tokens: int, local_tokens: int) -> int:
+        """On one rank, of what `length` chunks need beyond the engine's own."""
+        rows = self._layout.unfold(length, tokens, local_tokens // self._layout.chunk_tokens)
+        groups = range(len(self._layout.groups))
+        return sum(self._layout.cell_bytes(group) * rows[group].bit_count() for group in groups)
+
+    # ------------------------------------------------------------------ decisions
+
+    def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
+        if self._probing.get(tracker.request_id) == tracker.generation:
+            return True
+        length = self._longest(tokens)
+        wait = Link(self._wait_left(tracker, length, tokens, local_tokens), idle_offers=self._lookups_refused)
+        decision = self._decide_on(tracker, length, tokens, local_tokens, wait)
+        if decision.reason is Reason.PROBE:
+            self._probing[tracker.request_id] = tracker.generation
+            self._lookups_refused = 0
+        worth = decision.reason not in (Reason.COMPUTE, Reason.FLOOR)
+        if not worth:
+            self._counts["unwanted"] += 1
+            self._lookups_refused += 1
+            self._asked.pop(tracker.request_id, None)
+        return worth
+
+    def _longest(self, tokens: int) -> int:
+        """Chunks that a lookup could find: a whole prompt only where no state already contains its last token."""
+        length = tokens // self._layout.chunk_tokens
+        return length - (length * self._layout.chunk_tokens == tokens and self._recurrent)
+
+    def _wait_left(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int) -> Line | None:
+        """How long its lookup will still take; None: not known."""
+        line = self._lookup.line
+        if line is None:
+            return None
+        expected_s = line.seconds(self._bytes(length, tokens, local_tokens))
+        _, begin_s = self._asked.get(tracker.request_id, (0, self._now_s()))
+        return Line(abs(expected_s - (self._now_s() - begin_s)), 0.0)
+
+    def length(self, tracker: RequestTracker, local_tokens: int) -> int:
+        self._lookup_over(tracker)
+        found = tracker.length
+        decision = self._decide_on(tracker, found, tracker.looked_up_tokens, local_tokens, _NO_WAIT)
+        if decision.reason is Reason.NOTHING:
+            return found
+        if decision.reason is Reason.PROBE:
+            self._load = LineMeter()  # what it was, long ago, must not outvote what it is
+        self._counts["load" if decision.tokens else "compute"] += 1
+        self._loads_refused = 0 if decision.tokens else self._loads_refused + 1
+        return self._nearest(tracker, decision.tokens + local_tokens, local_tokens) if decision.tokens else 0
+
+    def _nearest(self, tracker: RequestTracker, wanted_tokens: int, local_tokens: int) -> int:
+        """The greatest servable length within so many tokens; where there is none, the shortest that brings any."""
+        shortest = 0
+        for length in range(tracker.length, 0, -1):
+            if not tracker.lengths >> length & 1:
+                continue
+            tokens = self._layout.usable_tokens(length, tracker.looked_up_tokens)
+            if tokens <= local_tokens:
+                break
+            if tokens <= wanted_tokens:
+                return length
+            shortest = length
+        return shortest
+
+    def _decide_on(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int, wait: Link) -> Decision:
+        """Is it worth `wait` and a load to get `length` chunks?"""
+        found = self._layout.usable_tokens(length, tokens) - local_tokens
+        if found <= 0:
+            return decide(Prompt(1), (), Gpu(None), (), self._limits)
+        size = self._bytes(length, tokens, local_tokens)
+        now_s = self._now_s()
+        came_s = self._came.get(tracker.request_id, now_s)
+        prompt = Prompt(tokens - local_tokens, max(now_s - came_s, 0.0), local_tokens)
+        offer = Offer(found, ((_LOOKUP, 1), (_LOAD, size)))
+        links = (wait, self._link(tracker, now_s))
+        return decide(prompt, (offer,), self._gpu(tracker, tokens, now_s), links, self._limits)
+
+    def _gpu(self, tracker: RequestTracker, tokens: int, now_s: float) -> Gpu:
+        prefill = self._prefill.prefill
+        if prefill is None:
+            return Gpu(None)
+        ahead_s = self._computing.work.seconds(prefill)
+        waiting = self._waiting.work
+        own_s = prefill.seconds(tokens) if tracker.request_id in self._waiting else 0.0
+        queue = Queue(
+            waiting=waiting.requests - (tracker.request_id in self._waiting),
+            running=len(self._decoding),
+            work_s=ahead_s + max(waiting.seconds(prefill) - own_s, 0.0),
+            rate=self._gpu_rate.per_second(now_s),
+            busy=self._gpu_busy.per_second(now_s),
+        )
+        return Gpu(prefill, queue, ahead_s, self._tail.tail_s)
+
+    def _link(self, tracker: RequestTracker, now_s: float) -> Link:
+        line = self._load.line
+        probing = self._probing.get(tracker.request_id) == tracker.generation
+        if line is None:
+            return Link(None, hauls=len(self._loading))
+        queue = Queue(
+            work_s=line.byte_s * sum(self._loading.values()),
+            rate=self._load_rate.per_second(now_s),
+            busy=self._load_busy.per_second(now_s),
+        )
+        return Link(line, queue, len(self._loading), _EVER if probing else self._loads_refused)
+
+    def statistics(self) -> AdmissionStatistics:
+        counts, prefill = self._counts, self._prefill.prefill
+        load, lookup = self._load.line, self._lookup.line
+        return AdmissionStatistics(
+            counts["load"],
+            counts["compute"],
+            counts["unwanted"],
+            counts["steps"],
+            counts["loads"],
+            counts["lookups"],
+            None if prefill is None else prefill.token_s,
+            None if load is None else load.byte_s,
+            None if lookup is None else lookup.byte_s,
+        )

@@ -1,0 +1,167 @@
+"""The admission in the connector: measured rates decide, a promise stays one, and what is not promised goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcore.admission import Limits
+
+DeskOf = Callable[..., Any]
+MS = 1_000_000
+TOKEN_NS = 20_000
+"""To compute one token; a block has four."""
+FAST, SLOW = (1_000, 3_000), (400_000, 400_000)
+"""Of one block's copy: a twentieth of what its tokens take, and five times as much."""
+
+
+async def serve(desk: Any, name: str, tokens: int | list[int]) -> int:
+    """A request from its question to its end; what it was promised."""
+    job = desk.job(name, tokens)
+    promised = await desk.ask(job)
+    desk.admit(job, promised)
+    if promised and desk.load_async:
+        await desk.receive()
+    await desk.step((job, len(job.tokens) - job.computed))
+    assert desk.right(job, len(job.tokens))
+    desk.finish(job)
+    await desk.settle()
+    await desk.step()
+    return int(promised)
+
+
+async def measure(desk: Any) -> None:
+    """Prompts of several lengths are stored, and one of them is loaded: nothing was measured before."""
+    for base, tokens in ((1_000, 40), (2_000, 100), (3_000, 70)):
+        await desk.store(f"new{base}", [base + at for at in range(tokens)])
+    assert await serve(desk, "old1", [1_000 + at for at in range(40)]) == 32
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize(("page_ns", "promised"), [(FAST, 64), (SLOW, 0)])
+def test_the_measured_rates_decide(desk_of: DeskOf, load_async: bool, page_ns: tuple[int, int], promised: int) -> None:
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        assert await serve(desk, "again", [3_000 + at for at in range(70)]) == promised
+        state, rates = desk.scheduler.statistics(), desk.scheduler.admission.statistics()
+        assert (state.tokens_refused > 0 or state.lookups_unwanted > 0) is (promised == 0)
+        assert rates.prefill_token_s == pytest.approx(TOKEN_NS / 1e9, rel=0.2)
+        assert rates.loads_measured >= 1
+
+    desk_of(load_async=load_async, page_ns=page_ns, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+def test_what_is_not_promised_goes_back_at_once(desk_of: DeskOf) -> None:
+    """While the request waits to be admitted, and not only when it is: the leases block room that others want."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 40)
+        second = desk.job("second", 70)
+        assert await desk.ask(second) == 0
+        await desk.settle()
+        assert desk.leases() == 0
+        assert desk.scheduler.statistics().tokens_refused == 32
+        assert desk.scheduler.tracker("second").lengths > 1, "it was found"
+        desk.admit(second, 0)
+        await desk.step((second, 70))
+        desk.finish(second)
+        await desk.settle()
+        await desk.step()
+
+    desk_of(limits=Limits(floor_tokens=33)).run(scenario)
+
+
+def test_a_decision_is_told_again_and_not_made_again(desk_of: DeskOf) -> None:
+    """The engine had no room and asks in every step; meanwhile the rates change, and nobody sees it."""
+
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        tokens = [3_000 + at for at in range(70)]
+        waiting, other = desk.job("waiting", tokens), desk.job("other", tokens)
+        assert await desk.ask(waiting) == 64
+        desk.devices[0].page_ns = (9 * MS, 9 * MS)
+        assert await desk.ask(other) == 64
+        desk.admit(other, 64)
+        await desk.step((other, 6))
+        assert await desk.ask(desk.job("third", tokens)) == 0, "the link has become slow"
+        assert await desk.ask(waiting) == 64
+        desk.admit(waiting, 64)
+        await desk.step((waiting, 6))
+        for name in ("waiting", "other", "third"):
+            desk.finish(desk.job(name, tokens))
+        await desk.settle()
+        await desk.step()
+
+    desk_of(page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+def test_after_a_preemption_it_is_decided_anew(desk_of: DeskOf) -> None:
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        job = desk.job("again", [3_000 + at for at in range(70)])
+        assert await desk.ask(job) == 64
+        desk.admit(job, 64)
+        await desk.step((job, 2))
+        desk.preempt(job)
+        desk.devices[0].page_ns = (9 * MS, 9 * MS)
+        assert await serve(desk, "slow", [2_000 + at for at in range(100)]) == 96
+        assert await desk.ask(job) == 0
+        desk.admit(job, 0)
+        await desk.step((job, 70))
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+
+    desk_of(page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+def test_a_lookup_in_a_slow_store_is_given_up(desk_of: DeskOf) -> None:
+    """What it asked for goes back, also what arrives later."""
+
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        desk.servers[0].storage.drop_l1()
+        desk.servers[0].executor.latency_ns = (400 * MS, 400 * MS)
+        begin_ns = desk.loop.now_ns()
+        job = desk.job("again", [3_000 + at for at in range(70)])
+        assert await desk.ask(job) == 0
+        assert desk.loop.now_ns() - begin_ns < 20 * MS, "it did not wait for the store"
+        desk.admit(job, 0)
+        await desk.step((job, 70))
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+        assert desk.scheduler.statistics().lookups_unwanted == 1
+        assert desk.leases() == 0
+        assert desk.client.statistics().lookups_pending == 0
+
+    desk_of(page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+def test_a_way_that_was_left_is_tried_again(desk_of: DeskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was slow has become fast. Nobody would know, if nothing ever went over it."""
+
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        desk.devices[0].page_ns = FAST
+        tokens = [3_000 + at for at in range(70)]
+        answers = [await serve(desk, f"r{at}", tokens) for at in range(12)]
+        assert answers == 8 * [0] + 4 * [64]
+
+    monkeypatch.setattr("kvcore.admission.PROBE_AFTER", 8)
+    desk_of(page_ns=SLOW, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "promised"), [(Limits(33), 0), (Limits(32), 32), (Limits(0, 32), 32), (Limits(0, 0), 32)]
+)
+def test_the_limits_have_the_last_word(desk_of: DeskOf, limits: Limits, promised: int) -> None:
+    """Slow as the link is, a ceiling that is reached loads; fast as it may be, a floor that is not computes."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 40)
+        assert await serve(desk, "second", 40) == promised
+
+    desk_of(token_ns=TOKEN_NS, limits=limits).run(scenario)
