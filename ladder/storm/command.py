@@ -19,7 +19,11 @@ DEFAULT_CELL = "full+window/r1/s2/async"
 def register(commands: Any) -> None:
     """Add `storm` to the command line (entry point `kvcore.commands`)."""
     about = "kill and stop real servers, workers and schedulers, break their connections: does any output change?"
-    parser = commands.add_parser("storm", help=about, description=f"{about[0].upper()}{about[1:]}")
+    parser = commands.add_parser(
+        "storm",
+        help="kill and cut off real processes: does any output change?",
+        description=f"{about[0].upper()}{about[1:]}",
+    )
     parser.add_argument("--seed", default="0", metavar="N", help="draws what happens, to whom and when")
     parser.add_argument(
         "--cell", default=DEFAULT_CELL, metavar="CELL", help=f"model/ranks/servers/loads ({DEFAULT_CELL})"

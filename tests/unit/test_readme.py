@@ -25,14 +25,14 @@ def test_the_in_process_example_prints_what_its_comments_say(tmp_path: Path) -> 
 
 
 def test_every_flag_in_the_readme_exists() -> None:
-    from kvcore.cli import _parser
+    from kvcore.cli import command_line
 
     flags = set(re.findall(r"(?<!\S)\[?(--[a-z][a-z0-9-]+)", README.read_text())) - {
         "--pyargs",
         "--ladder-connector",
         "--strict",
     }
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(_helps(_parser()))))
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(_helps(command_line()))))
     assert flags
     assert flags <= known
 
