@@ -18,10 +18,13 @@ ONLY_IT = [loop_thread.__file__]  # the model below says its steps itself
 
 
 class Work:
-    """A coroutine that needs two turns of the loop."""
+    """A coroutine that needs two turns of the loop as a task, and none when it is run through."""
 
     def __init__(self) -> None:
         self.closed = False
+
+    def send(self, value: None) -> None:
+        raise StopIteration("done")
 
     def close(self) -> None:
         self.closed = True
@@ -40,6 +43,9 @@ class Future:
 
     def cancel(self) -> None:
         self.outcome = self.outcome or "cancelled"
+
+    def set_result(self, value: str) -> None:
+        self.outcome = value
 
 
 class Loop:
@@ -111,9 +117,10 @@ def _model(threads: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
         gather=gather,
     )
     monkeypatch.setattr(loop_thread, "asyncio", model)
+    monkeypatch.setattr(loop_thread, "Future", lambda: Future(threads.step))
 
 
-def calling(callers: int) -> Any:
+def calling(callers: int, way: str = "call") -> Any:
     def scenario(run: Any) -> Any:
         thread = LoopThread("loop")
         works = [Work() for _ in range(callers)]
@@ -121,7 +128,7 @@ def calling(callers: int) -> Any:
 
         def call(work: Work) -> None:
             try:
-                ends.append(thread.call(work))  # type: ignore[arg-type]
+                ends.append(getattr(thread, way)(work))
             except CancelledError:
                 ends.append("cancelled")
             except CallerError:
@@ -141,9 +148,15 @@ def test_a_call_is_answered_cancelled_or_refused_whenever_the_loop_stops(proven:
     assert proven(calling(callers), 4 - callers, ONLY_IT) > 10
 
 
+@pytest.mark.parametrize("callers", [1, 2])
+def test_work_that_never_waits_is_answered_or_refused_whenever_the_loop_stops(proven: Any, callers: int) -> None:
+    assert proven(calling(callers, "call_now"), 4 - callers, ONLY_IT) > 10
+
+
+@pytest.mark.parametrize("way", ["call", "call_now"])
 def test_a_call_that_looks_before_it_posts_is_found(
-    threads: SimpleNamespace, broken: Any, monkeypatch: pytest.MonkeyPatch
+    threads: SimpleNamespace, broken: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The loop stops in between: the call is posted to nobody, and waits for ever."""
     monkeypatch.setattr(loop_thread.threading, "Lock", threads.NoLock)
-    broken(calling(1), 2, ONLY_IT)
+    broken(calling(1, way), 2, ONLY_IT)

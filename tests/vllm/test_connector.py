@@ -1,20 +1,27 @@
-"""`KvcoreConnector` on real threads, and the configurations that it refuses."""
+"""`KvcoreConnector` under vLLM's scheduler on real threads: in the process and in front of servers; what it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.plugins import load_general_plugins
 
 from kvcore.connectors.vllm import sides
+from kvcore.connectors.vllm.connector import KvcoreConnector
+from kvcore.connectors.vllm.stats import COUNTERS, KvcoreStats
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
 from kvcore.ladder.targets.vllm_scheduler.engine import make_config, make_kv_config, make_request, make_scheduler
 from kvcore.ladder.targets.vllm_scheduler.fake_runner import FakeRunner, Finding
 from kvcore.ladder.targets.vllm_scheduler.tokens import reference
+from kvcore.runtime.child import ENDS_IN_S, ServerChild
 
 CASE = Case(
     seed=0,
@@ -22,48 +29,171 @@ CASE = Case(
     num_blocks=40,
 )
 STEPS_MAX = 200_000
+IN_PROCESS: dict[str, Any] = {"l1_bytes": 1 << 20}
 
 
 def transfer(**extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "KvcoreConnector",
         "kv_connector_module_path": "kvcore.connectors.vllm",
-        "kv_connector_extra_config": {"l1_bytes": 1 << 20, "chunk_tokens": 16, **extra},
+        "kv_connector_extra_config": {"chunk_tokens": 16, **extra},
     }
 
 
-def serve(scheduler: Any, runner: FakeRunner, names: list[str]) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {name: [] for name in names}
-    for _ in range(STEPS_MAX):
-        if not scheduler.has_requests():
-            return tokens
-        output = scheduler.schedule()
-        for outputs in scheduler.update_from_output(output, runner.execute(output)).values():
-            for each in outputs.outputs:
-                tokens[each.request_id].extend(each.new_token_ids)
-    raise AssertionError("not done")
+class Runner(FakeRunner):
+    """Takes the connector's statistics as vLLM's runners do: after the reports of each step."""
+
+    taken: KvcoreStats
+
+    def _reports(self, output: Any) -> Any:
+        reports = super()._reports(output)
+        grown = self._connector.get_kv_connector_stats()
+        if grown is not None:
+            self.taken.aggregate(KvcoreConnector.build_kv_connector_stats(grown.data))
+        return reports
+
+
+class Engine:
+    """A scheduler and a worker; both ends of one connector. `serve` may be called again."""
+
+    def __init__(self, case: Case, **extra: Any) -> None:
+        config, kv_config = make_config(case, transfer(**extra)), make_kv_config(case)
+        self.case = case
+        self.scheduler = make_scheduler(case, config, kv_config)
+        self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_config)
+        self.findings: list[Finding] = []
+        self.runner = Runner(case, self.worker, self.findings)
+        self.runner.taken = KvcoreStats()
+        self._passes = 0
+
+    def serve(self) -> None:
+        """All requests at once, from an empty prefix cache; every token and every slot must be right."""
+        self._passes += 1
+        tokens: dict[str, list[int]] = {}
+        for request in self.case.requests:
+            name = f"{request.request_id}.{self._passes}"
+            tokens[name] = []
+            self.scheduler.add_request(make_request(replace(request, request_id=name), 0.0))
+        self._run(tokens)
+        for request in self.case.requests:
+            assert tokens[f"{request.request_id}.{self._passes}"] == reference(request.prompt, request.output_tokens)
+        assert not self.findings
+        assert self.scheduler.reset_prefix_cache()
+
+    def _run(self, tokens: dict[str, list[int]]) -> None:
+        for _ in range(STEPS_MAX):
+            if not self.scheduler.has_requests():
+                return
+            output = self.scheduler.schedule()
+            for outputs in self.scheduler.update_from_output(output, self.runner.execute(output)).values():
+                for each in outputs.outputs:
+                    tokens[each.request_id].extend(each.new_token_ids)
+        raise AssertionError("not done")
+
+    @property
+    def moved(self) -> Any:
+        return self.worker._side.worker.statistics()
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()
+        self.worker.shutdown()
+
+
+@contextmanager
+def engine_of(case: Case = CASE, **extra: Any) -> Iterator[Engine]:
+    engine = Engine(case, **extra)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def server(directory: Path, name: str = "server") -> Iterator[str]:
+    """The address of a `kvcore serve` with chunks of 16 tokens."""
+    address = f"ipc://{directory}/{name}.sock"
+    arguments = ("--listen", address, "--l1", "1MiB", "--chunk-tokens", "16", "--http", "")
+    child = ServerChild(directory / f"{name}.log", *arguments).started()
+    try:
+        yield address
+    finally:
+        assert child.stop(ENDS_IN_S) == 0
 
 
 @pytest.mark.parametrize("load_async", [True, False])
 def test_on_real_threads_a_second_pass_hits_and_every_slot_is_right(load_async: bool) -> None:
-    config, kv_config = make_config(CASE, transfer(load_async=load_async)), make_kv_config(CASE)
-    scheduler = make_scheduler(replace(CASE, prefix_cache=True), config, kv_config)
-    worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_config)
-    findings: list[Finding] = []
-    runner = FakeRunner(CASE, worker, findings)
-    for number in range(2):
-        for request in CASE.requests:
-            scheduler.add_request(make_request(replace(request, request_id=f"{request.request_id}.{number}"), 0.0))
-        got = serve(scheduler, runner, [f"{request.request_id}.{number}" for request in CASE.requests])
-        for request in CASE.requests:
-            assert got[f"{request.request_id}.{number}"] == reference(request.prompt, request.output_tokens)
-        scheduler.reset_prefix_cache()
-    assert not findings
-    assert worker._side.worker.statistics().loads >= len(CASE.requests)
-    assert worker._side.worker.statistics().loads_failed == 0
-    scheduler.connector.shutdown()
-    worker.shutdown()
+    with engine_of(replace(CASE, prefix_cache=True), load_async=load_async, **IN_PROCESS) as engine:
+        engine.serve()
+        engine.serve()
+        assert engine.moved.loads >= len(CASE.requests)
+        assert engine.moved.loads_failed == 0
     assert not sides._HOSTS, "the host ends with its last user"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_engine_that_starts_anew_hits_what_the_last_one_left_in_its_servers(servers: int, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(server(tmp_path, f"server{index}")) for index in range(servers)]
+        for life in range(2):
+            with engine_of(servers=addresses if servers > 1 else addresses[0]) as engine:
+                engine.serve()
+                assert (engine.moved.loads >= len(CASE.requests)) == bool(life)
+
+
+def test_a_server_that_would_refuse_every_question_stops_the_engine_at_its_start(tmp_path: Path) -> None:
+    with server(tmp_path) as address:
+        refuse(CASE, "chunk_tokens: the server has 16, the client has 32", servers=address, chunk_tokens=32)
+        with engine_of(servers=address) as engine:
+            engine.serve()
+        refuse(replace(CASE, layers=2), "refuses this engine", servers=address)
+
+
+def test_a_server_that_is_not_there_is_told_of_and_the_engine_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, alone = f"ipc://{tmp_path}/nobody.sock", replace(CASE, requests=CASE.requests[:1])
+    make_config(CASE, {})  # the first one in a process turns warnings off, ours as well
+    with caplog.at_level("WARNING", "kvcore.vllm"), engine_of(alone, servers=address) as engine:
+        engine.serve()
+        assert engine.moved.cells_stored == 0
+    assert f"no kvcore server answers at {address}" in caplog.text
+
+
+def test_after_a_reset_of_the_cache_nothing_that_was_stored_is_found() -> None:
+    """vLLM asks for it when weights have changed."""
+    with engine_of(**IN_PROCESS) as engine:
+        engine.serve()
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        before = engine.moved
+        engine.serve()
+        assert engine.moved.loads == before.loads, "keys of another life"
+        assert engine.moved.cells_stored > before.cells_stored
+        engine.serve()
+        assert engine.moved.loads >= before.loads + len(CASE.requests), "and the new life's are found"
+
+
+def test_the_statistics_that_vllm_has_taken_add_up_to_the_workers_own() -> None:
+    with engine_of(**IN_PROCESS) as engine:
+        engine.serve()
+        engine.serve()
+        now = {name: getattr(engine.moved, name) for name in COUNTERS}
+        assert engine.runner.taken.reduce() == {name: value for name, value in now.items() if value}
+        assert now["cells_loaded"]
+        assert now["bytes_stored"]
+
+
+def test_a_plan_from_another_process_is_refused_by_a_cache_in_the_process() -> None:
+    with engine_of(**IN_PROCESS) as engine:
+        engine.scheduler.add_request(make_request(CASE.requests[0], 0.0))
+        output = engine.scheduler.schedule()
+        elsewhere = replace(output.kv_connector_metadata, process=output.kv_connector_metadata.process + 1)
+        with pytest.raises(ConfigError, match="different processes"):
+            engine.worker.handle_preemptions(elsewhere)
+
+
+def test_the_entry_point_makes_the_name_known_without_a_module_path() -> None:
+    load_general_plugins()
+    assert KVConnectorFactory.get_connector_class_by_name("KvcoreConnector") is KvcoreConnector
 
 
 def refuse(case: Case, text: str, **extra: Any) -> None:

@@ -12,12 +12,17 @@ vLLM constructs one object per role and gives them nothing in common but the con
 A role in another process than its partner would have a cache of its own that nobody fills; `check_process` refuses
 that, because the first plan that arrives carries the process that made it.
 
+Each role shakes hands with its servers when it attaches. A server that refuses - other chunks, another model - would
+answer no question ever, and all that anybody saw would be misses: the engine is stopped with the server's words. One
+that does not answer may come later, as one that has gone may come back.
+
 Who holds: `Attached`, from `attach` until `leave`. Who frees: `leave`, once; the last role ends a host of the table.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,12 +39,15 @@ from kvcore.keys import Namespace
 from kvcore.ports import CopyEngine
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.loop_thread import LoopThread
+from kvcore.service import protocol as wire
+from kvcore.service.client import ConnectionState
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 LOAD_FAILURES_MAX = 1
 """A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks:
 a second attempt may wait for room that it holds itself, for ever (docs/findings)."""
 _STOP_TIMEOUT_S = 10.0
+_log = logging.getLogger("kvcore.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,22 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
     else:
         side.worker = WorkerConnector(engine.layout, rank, side.link.worker(rank))
         side.device = ThreadCopyEngine(loop)
+    try:
+        await _greet(side.link, settings.servers)
+    except BaseException:
+        await side.leave()
+        raise
     return side
+
+
+async def _greet(link: ServerLink, addresses: tuple[str, ...]) -> None:
+    """Shake hands with every server. Raises `ConfigError` for one that refuses this engine."""
+    await asyncio.gather(*(connection.call(wire.Status()) for connection in link.connections))
+    for connection, address in zip(link.connections, addresses, strict=True):
+        if connection.state is ConnectionState.REFUSED:
+            raise ConfigError(f"the server at {address} refuses this engine: {connection.refusal}")
+        if connection.state is not ConnectionState.READY:
+            _log.warning("no kvcore server answers at %s; everything is computed until one does", address)
 
 
 def attach(engine: EngineConfig, settings: Settings, rank: int | None) -> Attached:
