@@ -20,11 +20,8 @@ Theory of operation
    of `on_ready` run before anything else is sent to the new life (workers register there).
 4. A request that the server did not execute because it had forgotten the connection is sent again by itself, after a
    new handshake, under a new id.
-5. *Debts* are messages that must arrive some time: releases, aborts, ends of copies. `owe(key, message)` sends it
-   and repeats it with back-off until the server has answered anything but "I cannot read this". A newer message
-   under the same key replaces the older one. After `resends_max` silent attempts a debt sleeps (no timer is left
-   running for a dead server) and is paid when the server is next heard from. A debt of a dead incarnation is void,
-   unless its cause lives on (3).
+5. *Debts* are messages that must arrive some time (`debts.py`). They are woken whenever the server is heard from, and
+   void with its life, unless their cause lives on (3).
 6. There is a timer per outstanding request and per unpaid debt, and none otherwise: at rest nothing is scheduled.
 
 Who holds: a request's callback is held here until it has run once, a debt until it is paid or void. Who announces: the
@@ -39,12 +36,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, unique
 
 from kvcore.errors import CallerError
 from kvcore.ports import ClientTransport, Clock
 from kvcore.runtime.confined import LoopConfined
+from kvcore.service.debts import UNREAD, Debts, ReplyCallback
 from kvcore.service.protocol import (
     PROTOCOL_VERSION,
     Error,
@@ -65,13 +63,7 @@ from kvcore.service.protocol import (
     subject_of,
 )
 
-ReplyCallback = Callable[[Reply], None]
-
 _NS_PER_S = 1_000_000_000
-_LOST = frozenset((ErrorCode.TIMEOUT, ErrorCode.DISCONNECTED))
-"""Whether the server saw the request is not known, or it certainly did not."""
-_UNREAD = frozenset((ErrorCode.MALFORMED, ErrorCode.TOO_LARGE))
-"""The server saw something else than what we sent: frames were damaged on their way."""
 
 
 @unique
@@ -132,21 +124,6 @@ class _Call:
             self.timer = None
 
 
-@dataclass(slots=True, eq=False)
-class _Debt:
-    """A message that must arrive. `under_way`: a request for it is outstanding."""
-
-    message: Request
-    attempts: int = 0
-    under_way: bool = False
-    timer: asyncio.TimerHandle | None = field(default=None)
-
-    @property
-    def asleep(self) -> bool:
-        """Given up until the server is heard from."""
-        return self.timer is None and not self.under_way
-
-
 class Connection:
     """See the module text. `index` is the server's position in the placement; `transfer`: who copies KV."""
 
@@ -174,7 +151,7 @@ class Connection:
         self._next_id = 1
         self._calls: dict[int, _Call] = {}  # sent, by request id
         self._waiting: dict[_Call, None] = {}  # not sent yet, in order
-        self._debts: dict[str, _Debt] = {}
+        self._debts = Debts(self.request, self._config)
         self._ready_callbacks: list[Callable[[Connection], None]] = []
         self._hello_ids: dict[int, None] = {}  # of the greeting that is going on; each may still be answered
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -238,19 +215,14 @@ class Connection:
 
     def owe(self, key: str, message: Request) -> None:
         """Get this message to the server sooner or later; it replaces an unpaid one under the same key."""
-        self.forgive(key)
-        if self._state in (ConnectionState.CLOSED, ConnectionState.REFUSED):
-            return
-        debt = _Debt(message)
-        self._debts[key] = debt
-        self._pay(key, debt)
+        self._confined.check()
+        if self._state not in (ConnectionState.CLOSED, ConnectionState.REFUSED):
+            self._debts.owe(key, message)
 
     def forgive(self, key: str) -> None:
         """The message under `key` need not arrive any more."""
         self._confined.check()
-        debt = self._debts.pop(key, None)
-        if debt is not None and debt.timer is not None:
-            debt.timer.cancel()
+        self._debts.forgive(key)
 
     def owes(self, key: str) -> bool:
         """The message under `key` is still to be paid."""
@@ -263,7 +235,7 @@ class Connection:
         self._confined.check()
         self._state = ConnectionState.CLOSED
         self._stop_hello()
-        self._drop_debts()
+        self._debts.drop()
         self._fail_all(Error(ErrorCode.CLOSED, "the connection was closed"))
         self._transport.close()
 
@@ -278,11 +250,11 @@ class Connection:
             replies_late=count["late"],
             replies_foreign=count["foreign"],
             timeouts=count["timeouts"],
-            resends=count["resends"],
+            resends=self._debts.resends,
             outstanding=len(self._calls),
             waiting=len(self._waiting),
             debts=len(self._debts),
-            debts_asleep=sum(debt.asleep for debt in self._debts.values()),
+            debts_asleep=self._debts.asleep,
         )
 
     # --- sending ---------------------------------------------------------------------------------------------------
@@ -359,17 +331,17 @@ class Connection:
                 callback(self)
         for call in waiting:
             self._send(call)
-        self._wake_debts()
+        self._debts.wake()
 
     def _refused(self, reply: Reply) -> None:
         text = reply.message if isinstance(reply, Error) else f"unexpected {type(reply).__name__} to HELLO"
-        if isinstance(reply, Error) and reply.code in _UNREAD | {ErrorCode.BUSY}:
+        if isinstance(reply, Error) and reply.code in UNREAD | {ErrorCode.BUSY}:
             self._state = ConnectionState.NEW
             self._fail_waiting(reply)
             return
         self._state = ConnectionState.REFUSED
         self._refusal = text
-        self._drop_debts()
+        self._debts.drop()
         self._fail_waiting(self._refused_error())
 
     def _refused_error(self) -> Error:
@@ -411,7 +383,7 @@ class Connection:
         if call is not None:
             self._answer(call, header, reply)
         if self._state is ConnectionState.READY:
-            self._wake_debts()
+            self._debts.wake()
 
     def _decode(self, header: Header, payload: bytes) -> Reply | None:
         if header.version != PROTOCOL_VERSION:
@@ -460,9 +432,7 @@ class Connection:
         """
         calls, self._calls = self._calls, {}
         carried = {subject_of(call.message) for call in (*calls.values(), *self._waiting) if stands_alone(call.message)}
-        for key, debt in list(self._debts.items()):
-            if subject_of(debt.message) not in carried:
-                self.forgive(key)
+        self._debts.keep(carried)
         for call in calls.values():
             self._survive(call)
 
@@ -490,49 +460,6 @@ class Connection:
     def _fail_all(self, error: Error) -> None:
         self._fail_sent(error)
         self._fail_waiting(error)
-
-    # --- debts -----------------------------------------------------------------------------------------------------
-
-    def _pay(self, key: str, debt: _Debt) -> None:
-        assert not debt.under_way
-        assert self._debts.get(key) is debt
-        debt.under_way = True
-        debt.attempts += 1
-        self._counts["resends"] += debt.attempts > 1
-        self.request(debt.message, lambda reply: self._paid(key, debt, reply))
-
-    def _paid(self, key: str, debt: _Debt, reply: Reply) -> None:
-        debt.under_way = False
-        if self._debts.get(key) is not debt:
-            return
-        if isinstance(reply, Error) and reply.code is ErrorCode.RESTARTED:
-            debt.attempts = 0
-            self._pay(key, debt)  # its cause went on into the new life, and is ahead of it
-            return
-        code = reply.code if isinstance(reply, Error) else None
-        if code not in _LOST | _UNREAD:
-            del self._debts[key]
-        elif debt.attempts < self._config.resends_max:
-            delay_ns = min(self._config.resend_ns << (debt.attempts - 1), self._config.resend_ns_max)
-            debt.timer = self._later(delay_ns, self._resend, key, debt)
-        elif code in _UNREAD:
-            del self._debts[key]  # the server is there and will never understand it
-
-    def _resend(self, key: str, debt: _Debt) -> None:
-        debt.timer = None
-        if self._debts.get(key) is debt and not debt.under_way:
-            self._pay(key, debt)
-
-    def _wake_debts(self) -> None:
-        """The server is there: pay what had been given up."""
-        for key, debt in list(self._debts.items()):
-            if debt.asleep:
-                debt.attempts = 0
-                self._pay(key, debt)
-
-    def _drop_debts(self) -> None:
-        for key in list(self._debts):
-            self.forgive(key)
 
 
 def _disconnected() -> Error:

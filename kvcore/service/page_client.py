@@ -36,6 +36,7 @@ from kvcore.ports import CopyTicket
 from kvcore.runtime.streams import CopyCancelled
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection, ConnectionState
+from kvcore.service.introduction import ask_as_known
 from kvcore.service.protocol import Error, ErrorCode, PageSegment, Reply
 from kvcore.service.server_ports import Deaths
 from kvcore.service.worker_cells import CellT, LoadCell, PageCell, StoreCell
@@ -108,10 +109,7 @@ class PageTicket:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """The cells of one message. `life`: of the server, when it was asked (0: none was known).
-
-    `introduced`: we have registered for it, because the server did not know us.
-    """
+    """The cells of one message. `life`: of the server, when it was asked (0: none was known)."""
 
     owner: PageClient
     connection: Connection
@@ -119,7 +117,6 @@ class _Batch:
     tickets: list[PageTicket]
     life: int
     cancelled: int = 0
-    introduced: bool = False
     asking: bool = False
     pause_ns: int = _PAUSE_NS
     timer: asyncio.TimerHandle | None = field(default=None)
@@ -253,7 +250,10 @@ class PageClient:
             ticket._batch, ticket._bit = batch, bit
         self._batches[batch] = None
         batch.asking = True
-        connection.request(message, partial(self._begun, batch))
+        ask_as_known(connection, message, partial(self._begun, batch), self._register, partial(self._wanted, batch))
+
+    def _wanted(self, batch: _Batch) -> bool:
+        return batch in self._batches and not batch.cancelled
 
     def ask(self, batch: _Batch) -> None:
         """How far is it? Called by the batch's timer."""
@@ -271,8 +271,6 @@ class PageClient:
         if batch not in self._batches:
             return
         if isinstance(reply, Error) and reply.code not in _UNCERTAIN:
-            if reply.code is ErrorCode.UNKNOWN_WORKER and self._introduce(batch):
-                return
             self._end(batch, f"the server did not begin: {reply.code.value}")
         elif isinstance(reply, Error) and batch.connection.incarnation == 0:
             self._end(batch, "there is no server")  # the request was waiting for one; it was never sent
@@ -281,15 +279,6 @@ class PageClient:
         else:  # nobody waits for its outcome any more, only for its end
             batch.cancelled = (1 << len(batch.tickets)) - 1
             self._lost(batch)
-
-    def _introduce(self, batch: _Batch) -> bool:
-        """The server does not know us and has done nothing: register, and ask once more. False: that has been tried."""
-        if batch.introduced or batch.cancelled:
-            return False
-        batch.introduced = batch.asking = True
-        self._register(batch.connection)
-        batch.connection.request(batch.message, partial(self._begun, batch))
-        return True
 
     def _told(self, batch: _Batch, cancelled: int, reply: Reply) -> None:
         batch.asking = False

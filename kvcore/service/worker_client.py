@@ -45,6 +45,7 @@ from kvcore.placement import Placement
 from kvcore.runtime.confined import LoopConfined
 from kvcore.service import protocol as wire
 from kvcore.service.connection import Connection
+from kvcore.service.introduction import ask_as_known, is_unknown_worker
 from kvcore.service.page_client import PageClient
 from kvcore.service.pings import Pings
 from kvcore.service.protocol import Error, ErrorCode, Reply, Slots, Transfer
@@ -178,7 +179,7 @@ class WorkerClient:
         grants: list[Grant | None] = [None] * len(cells)
         try:
             asked = [(part, self._store_message(part, cells, salt)) for part in parts]
-            replies = await self._ask_as_known(asked, lambda: self._stores.get(tag) is store)
+            replies = await self._ask(asked, lambda: self._stores.get(tag) is store)
         except BaseException:
             self.abort_store(tag)
             raise
@@ -369,32 +370,23 @@ class WorkerClient:
             batches += [(server, tuple(positions[i : i + size])) for i in range(0, len(positions), size)]
         return batches
 
-    async def _ask(self, asked: Sequence[tuple[_Part, wire.Request]]) -> list[Reply]:
-        """Send all at once, return when all are answered or timed out."""
+    async def _ask(
+        self, asked: Sequence[tuple[_Part, wire.Request]], wanted: Callable[[], bool] | None = None
+    ) -> list[Reply]:
+        """Send all at once, return when all are answered or timed out.
+
+        With `wanted`, a server that does not know this worker is told and asked once more.
+        """
         futures: list[asyncio.Future[Reply]] = []
         for part, message in asked:
             future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             futures.append(future)
-            self._connections[part.server].request(message, partial(_resolve, future))
+            connection, callback = self._connections[part.server], partial(_resolve, future)
+            if wanted is None:
+                connection.request(message, callback)
+            else:
+                ask_as_known(connection, message, callback, self._register, wanted)
         return [await future for future in futures]
-
-    async def _ask_as_known(
-        self, asked: Sequence[tuple[_Part, wire.Request]], wanted: Callable[[], bool]
-    ) -> list[Reply]:
-        """`_ask`; a server that does not know this worker, and so has done nothing, is told and asked once more.
-
-        Else the first store after each restart or reaping would be lost. Nothing is sent again that was given up
-        meanwhile (`wanted`): its ABORT is on the way already.
-        """
-        replies = await self._ask(asked)
-        again = [index for index, reply in enumerate(replies) if _is_unknown_worker(reply)]
-        if not again or not wanted():
-            return replies
-        for server in sorted({asked[index][0].server for index in again}):
-            self._register(self._connections[server])
-        for index, reply in zip(again, await self._ask([asked[index] for index in again])):
-            replies[index] = reply
-        return replies
 
     def _place(self, part: _Part, segment: str, slots: Slots, grants: list[Grant | None]) -> bool:
         """Turn the slots of a reply into views. False: the reply names memory that we cannot reach; none is used."""
@@ -416,7 +408,7 @@ class WorkerClient:
 
     def _lost(self, part: _Part, reply: Reply) -> None:
         self._counts["lost"] += 1
-        if _is_unknown_worker(reply):
+        if is_unknown_worker(reply):
             self._register(self._connections[part.server])
 
     def _register(self, connection: Connection) -> None:
@@ -472,7 +464,3 @@ def _may_have_been_granted(reply: Reply | None) -> bool:
 def _is_still_held(reply: Reply) -> bool:
     """What an earlier reply had granted: False only if the server's life has ended, or our connection."""
     return not (isinstance(reply, Error) and reply.code in (ErrorCode.RESTARTED, ErrorCode.CLOSED))
-
-
-def _is_unknown_worker(reply: Reply) -> bool:
-    return isinstance(reply, Error) and reply.code is ErrorCode.UNKNOWN_WORKER

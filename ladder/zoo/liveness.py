@@ -59,8 +59,8 @@ MUTANTS = (
         "a release that gets lost is not repeated, and the leases stay until the session dies (R24, R33)",
         "leases liveness memory",
         Edit(
-            f"{_CONNECTION}._paid",
-            "if code not in _LOST | _UNREAD:",
+            "kvcore.service.debts:Debts._paid",
+            "if code not in _LOST | UNREAD:",
             "if True:",
         ),
         planes=("transport",),
@@ -77,7 +77,7 @@ MUTANTS = (
         "G",
         "what is sent again to a restarted server is owed nothing there, and is never released (R31, R33)",
         "the session, which dies of idleness in the new life as well",
-        Edit(f"{_CONNECTION}._life_ended", "if subject_of(debt.message) not in carried:", "if True:"),
+        Edit("kvcore.service.debts:Debts.keep", "if subject_of(debt.message) not in subjects:", "if True:"),
     ),
     safe(
         "old_life_of_the_server_is_not_told_apart",
@@ -102,13 +102,13 @@ MUTANTS = (
         ),
         Edit(
             "kvcore.service.worker_client:WorkerClient._lost",
-            "if _is_unknown_worker(reply):",
+            "if is_unknown_worker(reply):",
             "if False:",
         ),
         Edit(
-            "kvcore.service.worker_client:WorkerClient._ask_as_known",
-            "if not again or not wanted():",
-            "if True:",
+            "kvcore.service.introduction:ask_as_known",
+            "        register(connection)\n",
+            "",
         ),
         planes=("process",),
     ),
