@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
+from kvcore.connectors.tracker import Phase
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.keys import ObjectKey
 from kvcore.l2.memory import MemoryBackend
+from kvcore.ladder.admissions import admission_for
 from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.server_stack import AttachedRegion, ServerStack, StackConfig, World
 from kvcore.service.client import Connection, Region, SchedulerClient, Segment, WorkerClient, identity_of
@@ -33,19 +35,30 @@ def cell_of(key: ObjectKey) -> Cell:
 
 
 class CacheStack:
-    """A `ladder.Connector` made of kvcore, and the servers behind it."""
+    """A `ladder.Connector` made of kvcore, and the servers behind it.
 
-    def __init__(self, world: World, config: StackConfig, truth: Truth, findings: Findings) -> None:
+    `pages`: where servers that copy find those of the workers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: StackConfig,
+        truth: Truth,
+        findings: Findings,
+        pages: PageRegistry | None = None,
+    ) -> None:
         self.config = config
         self._truth = truth
         self._findings = findings
         self._world = world
         self.memories: dict[str, MemoryBackend] = {}  # by adapter
-        self._pages = PageRegistry() if config.transfer == "server" else None
+        self.pages = (pages or PageRegistry()) if config.transfer == "server" else None
         self._lives = [0] * config.placement.servers
         self._past: dict[ObjectKey, None] = {}  # published in an earlier life of a server
         self.servers = [self._start_server(index) for index in range(config.placement.servers)]
         self._engine_life = 0
+        self.faults_over = False  # somebody who waits for recovery says so
         self._regions: list[dict[str, Region | AttachedRegion]] = []
         self._start_engine_side()
 
@@ -67,7 +80,7 @@ class CacheStack:
         world, life = self._world, self._lives[index]
 
         def build() -> ServerStack:
-            return ServerStack(world, index, self.config, self._truth, self._findings, self.memories, life, self._pages)
+            return ServerStack(world, index, self.config, self._truth, self._findings, self.memories, life, self.pages)
 
         return world.inside(f"server{index}", build)
 
@@ -90,14 +103,21 @@ class CacheStack:
 
     def _build_scheduler(self) -> SchedulerConnector:
         config = self.config
-        client = SchedulerClient(
-            self._connect("scheduler"), config.placement, config.layout, self._world.clock, config.lookup
-        )
+        self._asking = self._connect("scheduler")
+        client = SchedulerClient(self._asking, config.placement, config.layout, self._world.clock, config.lookup)
         self._clients.append(client)
         self._client = client
         hasher = hasher_for(config.namespace, config.layout)
         settings = SchedulerConnectorConfig(load_async=config.load_async, session_prefix=self._session_prefix)
-        return SchedulerConnector(config.layout, hasher, client, settings)
+        admission = admission_for(
+            config.admission,
+            config.layout,
+            self._world.clock,
+            seed=config.admission_seed,
+            life=self._engine_life,
+            over=lambda: self.faults_over,
+        )
+        return SchedulerConnector(config.layout, hasher, client, settings, admission)
 
     @property
     def _session_prefix(self) -> str:
@@ -127,13 +147,13 @@ class CacheStack:
         )
         self._clients.append(client)
         share = partial(self._share, self.worker_id(rank)) if config.transfer == "server" else None
-        return WorkerConnector(self.config.layout, rank, client, share=share)
+        return WorkerConnector(self.config.layout, rank, client, share=share, clock=self._world.clock)
 
     def _share(self, worker: str, pages: Sequence[Any]) -> PageSegment:
         """The engine's pages are views of one buffer; servers find it under a name of this worker life."""
-        assert self._pages is not None
+        assert self.pages is not None
         name, buffer = f"pages.{worker}", pages[0].base
-        self._pages.share(name, buffer)
+        self.pages.share(name, buffer)
         return describe(name, buffer, pages)
 
     def _region(self, rank: int, segment: str) -> Segment:
@@ -259,7 +279,8 @@ class CacheStack:
     def held(self, request_id: str) -> tuple[set[Cell], int] | None:
         """As in `rungs.Cache`. None also where leases, or the session with all its leases, have ended under a lookup
         that was answered before: its promise was right then, and the load will find out. Nothing counts as held for a
-        lookup that has failed, and nothing of another tenant."""
+        lookup that has failed or was not wanted, nothing of another tenant, and nothing beyond the length that the
+        admission chose."""
         tracker = self._scheduler.tracker(request_id)
         if tracker is None or not tracker.looked_up_tokens:
             return None
@@ -267,12 +288,30 @@ class CacheStack:
             server.l1.lapsed(tracker.session) for server in self.servers
         ):
             return None
+        if tracker.chosen == 0:
+            return set(), tracker.skip_chunks
         if self._lookup_failed(tracker.session, tracker.generation):
             return set(), tracker.skip_chunks
         if any(_died_of_idleness(tracker.session, server) for server in self.servers):
             return None
         keys = [key for server in self.servers for key in server.l1.protected(tracker.session)]
-        return {cell_of(key) for key in keys if key.cache_salt == tracker.cache_salt}, tracker.skip_chunks
+        wanted = None if tracker.chosen is None else frozenset(tracker.hashes[: tracker.chosen])
+        cells = [key for key in keys if wanted is None or key.chunk_hash in wanted]
+        return {cell_of(key) for key in cells if key.cache_salt == tracker.cache_salt}, tracker.skip_chunks
+
+    def left_held(self, request_id: str) -> str:
+        """Leases of a request that runs and loads nothing (any more), though nobody owes the servers a word; "": none.
+
+        They are of no use to it, and keep others out of the cache until it ends.
+        """
+        tracker = self._scheduler.tracker(request_id)
+        if tracker is None or tracker.phase is not Phase.RUNNING or not tracker.confirmed:
+            return ""
+        states = [connection.statistics() for connection in self._asking]
+        if any(state.debts or state.outstanding or state.waiting for state in states):
+            return ""
+        keys = [key for server in self.living_servers for key in server.l1.protected(tracker.session)]
+        return f"{request_id} runs and its lookup still has {len(keys)} cells under lease" if keys else ""
 
     def _lookup_failed(self, session: str, generation: int) -> bool:
         outcome = self._client.poll(session, generation)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from kvcore.ladder.server_stack import ServerStack
 from kvcore.ladder.stack import CacheStack
+from kvcore.ladder.watched_pages import WatchedPages
 from kvcore.sim.oracles.findings import Findings
 from kvcore.storage import StorageStatistics
 
@@ -40,6 +41,23 @@ def check_counters(stack: CacheStack, findings: Findings, servers: list[ServerSt
     _check_connector(stack, CounterOracle(findings, "scheduler"), findings.tokens_taken)
     for rank in range(stack.config.layout.ranks):
         _check_worker(stack, rank, CounterOracle(findings, f"worker{rank}"))
+
+
+def check_page_counters(stack: CacheStack, pages: WatchedPages, findings: Findings) -> None:
+    """Copies by servers: what workers and servers count is at most what has passed through the pages."""
+    if stack.config.transfer == "worker":
+        return
+    oracle = CounterOracle(findings, "copies by servers")
+    workers = [stack.worker(rank).statistics() for rank in range(stack.config.layout.ranks)]
+    servers = [copies for server in stack.servers if (copies := server.server.statistics().pages) is not None]
+    for who, states in (("workers", workers), ("servers", servers)):
+        stored = sum(state.bytes_stored for state in states)
+        oracle.at_most(f"bytes stored, as the {who} count them,", stored, pages.bytes_moved["store"])
+    oracle.at_most(
+        "bytes loaded, as the workers count them,",
+        sum(each.bytes_loaded for each in workers),
+        pages.bytes_moved["load"],
+    )
 
 
 def _check_server(server: ServerStack, findings: Findings) -> None:
@@ -82,6 +100,10 @@ def _check_worker(stack: CacheStack, rank: int, oracle: CounterOracle) -> None:
     state = worker.statistics()
     moved = getattr(worker._device, "bytes_moved", None)  # a real device does not count
     if moved is None:
+        return
+    if stack.config.transfer == "server":
+        for stream in ("store", "load"):
+            oracle.equal(f"bytes that the device moved ({stream})", moved[stream], 0)
         return
     oracle.equal("bytes stored", state.bytes_stored, moved["store"])
     if state.loads_failed:

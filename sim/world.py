@@ -40,6 +40,7 @@ class SimWorld:
         page_ns: tuple[int, int] = (10_000, 200_000),
         load_page_ns: tuple[int, int] = (500, 20_000),
         l2_latency_ns: tuple[int, int] = (10_000, 200_000),
+        copy_ns: tuple[int, int] = (10_000, 200_000),
         reconnect_ns: int = 0,
     ) -> None:
         self.loop = loop
@@ -50,6 +51,7 @@ class SimWorld:
         self._page_ns = page_ns
         self._load_page_ns = load_page_ns
         self._l2_latency_ns = l2_latency_ns
+        self._copy_ns = copy_ns
         self.network = SimNetwork(loop, reconnect_ns=reconnect_ns)
         self.network.name_of = name_of
         self.disks: dict[str, SimFiles] = {}
@@ -90,7 +92,8 @@ class SimWorld:
         return SimNotice(self.loop)
 
     def executor(self, name: str) -> Executor:
-        return SimExecutor(self.loop, name=name, latency_ns=self._l2_latency_ns)
+        latency_ns = self._copy_ns if name.endswith(".copy") else self._l2_latency_ns
+        return SimExecutor(self.loop, name=name, latency_ns=latency_ns)
 
     def files(self, name: str) -> Files:
         if name not in self.disks:

@@ -52,6 +52,7 @@ class LocalPages:
     """`kvcore.service.page_desk.WorkerPages` over memory of this process."""
 
     def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
         self._bytes = _bytes_of(buffer).data
 
     @property

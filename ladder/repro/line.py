@@ -100,6 +100,9 @@ def command_for(case: Case) -> str:
     """What reproduces the case from a clean checkout: its seed where that says everything, else the whole case."""
     from kvcore.ladder.swarm.draw import draw_case  # pulls in the whole catalogue of faults
 
-    if case == draw_case(case.seed, mutant=case.mutant):
-        return f"kvcore sim run --seed {case.seed}" + (f" --mutant {case.mutant}" if case.mutant else "")
+    planted = f" --mutant {case.mutant}" if case.mutant else ""
+    for transfer in ("", case.config.transfer):
+        if case == draw_case(case.seed, mutant=case.mutant, transfer=transfer):
+            copies = f" --transfer {transfer}" if transfer else ""
+            return f"kvcore sim run --seed {case.seed}{copies}{planted}"
     return f"kvcore sim replay {to_line(case)}"

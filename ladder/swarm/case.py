@@ -30,7 +30,9 @@ class EpisodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `servers` 0: in-process. `l2`: adapters in order of preference. `between_passes`: what is done between the cold pass
     and the hot one ("", "drop_l1"). `second_from_l2`: L1 is dropped before the second workload is served again.
-    `fault_ns`: faults stop then, if the requests have not been served before.
+    `fault_ns`: faults stop then, if the requests have not been served before. `transfer`: who copies KV, "worker" or
+    "server"; `copy_ns` is then the time of one block, and of a thousand blocks `pages_fail` cannot be copied, as if the
+    worker's segment had been cut, until the faults stop.
     """
 
     groups: str = "full"
@@ -85,6 +87,10 @@ class EpisodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beyond_engine: bool = False
     idle_step_ns: int = 1_000_000
     # the world
+    admission: str = "always"
+    transfer: str = "worker"
+    copy_ns: tuple[int, int] = (10_000, 200_000)
+    pages_fail: int = 0
     page_ns: tuple[int, int] = (10_000, 200_000)
     load_page_ns: tuple[int, int] = (500, 20_000)
     l2_latency_ns: tuple[int, int] = (10_000, 200_000)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ConfigError
-from kvcore.ladder.options import check_seed
+from kvcore.ladder.options import check_seed, check_transfer
 
 if TYPE_CHECKING:
     from kvcore.ladder.swarm.swarm import SwarmOptions
@@ -57,6 +57,7 @@ def _add_swarm(actions: Any) -> None:
 def _add_common(parser: Any) -> None:
     parser.add_argument("--planes", metavar="A,B", help="only faults of these planes ('none': no faults at all)")
     parser.add_argument("--kinds", metavar="A,B", help="only these fault kinds")
+    parser.add_argument("--transfer", metavar="WHO", help="who copies KV: worker or server (default: drawn)")
     parser.add_argument("--mutant", default="", metavar="NAME", help="plant this bug of the zoo")
     parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
 
@@ -69,7 +70,8 @@ def task_from(arguments: argparse.Namespace) -> Task:
     from kvcore.ladder.swarm.draw import chosen_kinds
     from kvcore.ladder.swarm.worker import Task, planted
 
-    task = Task(_names(arguments.planes), _names(arguments.kinds), arguments.mutant)
+    transfer = "" if arguments.transfer is None else check_transfer(arguments.transfer)
+    task = Task(_names(arguments.planes), _names(arguments.kinds), arguments.mutant, transfer)
     chosen_kinds(task.planes, task.kinds)
     with planted(task.mutant):
         return task

@@ -106,6 +106,30 @@ CONFIG_KINDS = (
         "config.engine_hashes", "keys come from block hashes", lambda config: config.hash_mode == "engine", _stored
     ),
     ConfigKind(
+        "config.server_copies",
+        "servers copy from and to the workers' pages",
+        lambda config: config.transfer == "server",
+        _met("server.copied_in"),
+    ),
+    ConfigKind(
+        "config.pages_fail",
+        "blocks of a worker's pages cannot be copied",
+        lambda config: config.pages_fail > 0,
+        _met("server.copy_failed"),
+    ),
+    ConfigKind(
+        "config.pays",
+        "the admission promises what pays",
+        lambda config: config.admission == "if-it-pays",
+        _met("connector.refused", "connector.lookup_unwanted"),
+    ),
+    ConfigKind(
+        "config.drawn_admission",
+        "chance promises any part of what was found",
+        lambda config: config.admission == "drawn",
+        _met("connector.refused", "connector.lookup_unwanted"),
+    ),
+    ConfigKind(
         "config.beyond_engine",
         "a hostile engine preempts",
         lambda config: config.beyond_engine,

@@ -49,16 +49,21 @@ _MAY_STAY_DEAD = ("transport", "l2", "process")
 
 
 def draw_case(
-    seed: int, planes: Collection[str] | None = None, kinds: Collection[str] | None = None, mutant: str = ""
+    seed: int,
+    planes: Collection[str] | None = None,
+    kinds: Collection[str] | None = None,
+    mutant: str = "",
+    transfer: str = "",
 ) -> Case:
-    """The case of a seed. `planes` and `kinds` restrict the faults (None: all of them; empty: none)."""
+    """The case of a seed. `planes` and `kinds` restrict the faults (None: all of them; empty: none); `transfer` says
+    who copies ("": that is drawn)."""
     stream = RandomStream(seed, "swarm.configuration")
-    config = _cache(stream)
+    config = msgspec.structs.replace(_cache(stream), **_transfer(seed, transfer), admission=_admission(seed))
     requests = _requests(stream, config)
     second = _second(stream, config)
     config = msgspec.structs.replace(config, **_engine(stream, config, requests))
     schedule = _schedule(stream)
-    faults, dead = _dead(seed, _faults(seed, config, requests, chosen_kinds(planes, kinds)))
+    faults, dead = _dead(seed, config, _faults(seed, config, requests, chosen_kinds(planes, kinds)))
     return Case(seed, config, requests, second, faults, schedule, dead, mutant)
 
 
@@ -127,10 +132,18 @@ def step_ns(config: EpisodeConfig) -> int:
     return default_step_time(config.max_batched_tokens // 2, 2)
 
 
-def _dead(seed: int, faults: Sequence[FaultEvent]) -> tuple[tuple[FaultEvent, ...], tuple[str, ...]]:
-    """In one case of six something that has broken stays broken: no end for its fault."""
+def _dead(
+    seed: int, config: EpisodeConfig, faults: Sequence[FaultEvent]
+) -> tuple[tuple[FaultEvent, ...], tuple[str, ...]]:
+    """In one case of six something that has broken stays broken: no end for its fault.
+
+    But not a worker's road to a server that copies its pages: with nobody to tell it that a copy has ended, the worker
+    waits to its deadline and stops, as it must (docs/adr/0009-who-copies.md).
+    """
     stream = RandomStream(seed, "swarm.dead")
     able = [event for event in faults if event.until_ns and event.target and _may_stay_dead(event)]
+    if config.transfer == "server":
+        able = [event for event in able if not event.target.startswith("worker")]
     if not able or not stream.chance(1, 6):
         return tuple(faults), ()
     dead = stream.pick(able)
@@ -221,6 +234,21 @@ def _deadlines(stream: RandomStream) -> dict[str, int]:
         "worker_silence_ns": min(max(4 * MS, around(stream.pick((3_000, 1_000, 100)))), 10_000 * MS),
         "idle_step_ns": max(lookup_ns // 50, stream.pick((300 * US, 1_000 * US, 2_000 * US))),
     }
+
+
+def _admission(seed: int) -> str:
+    """Which part of what was found is promised."""
+    return RandomStream(seed, "swarm.admission").pick((*["always"] * 6, "if-it-pays", "drawn"))
+
+
+def _transfer(seed: int, transfer: str) -> dict[str, Any]:
+    """Who copies. What only servers have is drawn for workers too, so that asking for a driver changes nothing else."""
+    stream = RandomStream(seed, "swarm.transfer")
+    drawn = "server" if stream.chance(1, 5) else "worker"
+    copy_ns = stream.pick(((10 * US, 200 * US), (1 * US, 20 * US), (100 * US, 2 * MS)))
+    pages_fail = stream.pick((0, 0, 0, 0, 20, 200))
+    by_server = {"transfer": "server", "copy_ns": copy_ns, "pages_fail": pages_fail}
+    return by_server if (transfer or drawn) == "server" else {}
 
 
 def _delays(stream: RandomStream) -> dict[str, Any]:

@@ -34,12 +34,14 @@ from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.guarded import say
 from kvcore.ladder.rungs import LadderOracle, StageParts
 from kvcore.ladder.stack import CacheStack
+from kvcore.ladder.stack_counters import check_page_counters
 from kvcore.ladder.stack_marks import StackMarks
 from kvcore.ladder.stack_progress import watch_progress
 from kvcore.ladder.swarm.case import Case
 from kvcore.ladder.swarm.outcome import Finding, Outcome
 from kvcore.ladder.swarm.rest import check_at_rest, open_books, underway
 from kvcore.ladder.swarm.setting import blocks_max, chunk_bytes, engine_config, model_of, request_spec, stack_config
+from kvcore.ladder.watched_pages import WatchedPages
 from kvcore.sim.deadlock import DeadlockError
 from kvcore.sim.engine.device import PagedMemory
 from kvcore.sim.engine.engine import Engine
@@ -128,6 +130,8 @@ def _why_not_judged(case: Case) -> str:
         return f"{', '.join(case.dead)} stayed dead"
     if not case.faults:
         return "there are no faults"
+    if case.config.admission == "if-it-pays":
+        return "what does not pay is computed"
     if (case.config.second_from_l2 or case.config.skip_l1) and _lookup_deadline_ns(case) < _patience_ns(case):
         return "lookups are given up before L2 may have answered"
     needed = ROOM_FACTOR * sum(len(request.chunks) for request in case.second)
@@ -199,6 +203,7 @@ class Episode:
             page_ns=config.page_ns,
             load_page_ns=config.load_page_ns,
             l2_latency_ns=config.l2_latency_ns,
+            copy_ns=config.copy_ns,
             reconnect_ns=config.reconnect_ns,
         )
         self.findings = findings
@@ -212,7 +217,8 @@ class Episode:
         self._second_blocks = max(roomy, config.num_blocks)
         memory = PagedMemory(self._layout, self._model, self._second_blocks)
         self.devices = open_devices(self.world, memory)
-        self.stack = CacheStack(self.world, stack, self._truth, self.findings)
+        self.pages = WatchedPages(self._page_fails, findings)
+        self.stack = CacheStack(self.world, stack, self._truth, self.findings, self.pages)
         workload = Workload(tuple(self._specs), (), config.chunk_tokens, "swarm")
         parts = StageParts(
             self._layout, self._model, hasher, self._truth, self.findings, self.devices, memory, workload, self.stack,
@@ -227,6 +233,11 @@ class Episode:
         self._marks = StackMarks(self.stack, findings, loop.trace)
         self._progress = watch_progress(loop, findings, self.stack, lambda: self.engine, STANDSTILL_NS)
         self._scene = Scene(loop, self.world, self.stack, self.host, findings)
+
+    def _page_fails(self) -> bool:
+        """Whether a server finds a block gone; never when the faults have stopped."""
+        share = self._case.config.pages_fail
+        return bool(share) and not self._faults_ended_ns and self._loop.streams["pages"].chance(share, 1000)
 
     def _build_host(self, memory: PagedMemory) -> EngineHost:
         probe = TracedProbe(self._oracle, self._loop.trace)
@@ -266,6 +277,7 @@ class Episode:
         serving = self._loop.create_task(self._serve_twice(), name="serving")
         await asyncio.wait([serving], timeout=case.config.fault_ns / NS_PER_S)
         injector.stop(case.dead)
+        self.stack.faults_over = True
         self._faults_ended_ns = self._loop.now_ns()
         self._outcome.enabled, self._outcome.fired = dict(injector.enabled), dict(injector.fired)
         await self._live_until(serving, "serving")
@@ -322,6 +334,7 @@ class Episode:
         if self._outcome.converge_ns < 0:
             self._outcome.converge_ns = self._loop.now_ns() - self._faults_ended_ns
         check_at_rest(self.stack, dead, self.findings)
+        check_page_counters(self.stack, self.pages, self.findings)
         still_open = list(self._not_over())
         if still_open and not self.findings.violations:
             text = f"not at rest after {LIVENESS_NS // NS_PER_S} virtual seconds: {'; '.join(still_open)}"

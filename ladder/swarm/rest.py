@@ -20,7 +20,7 @@ from kvcore.sim.ports.network import SimNetwork
 
 _SERVER_BOOKS = ("sessions", "lookups_open", "stores_open", "reads_open")
 _L1_BOOKS = ("leases", "holds", "bytes_staging", "bytes_draining")
-_CLIENT_BOOKS = ("stores_open", "reads_open")
+_CLIENT_BOOKS = ("stores_open", "reads_open", "copies_open")
 
 
 def lives(name: str, dead: Collection[str]) -> bool:
@@ -84,5 +84,5 @@ def check_at_rest(stack: CacheStack, dead: Collection[str], findings: Findings) 
     check_counters(stack, findings)
     for name, state in stack.states():
         if name.startswith("worker"):
-            for line in _open(name, state, ("stores_open", "reads_open")):
+            for line in _open(name, state, _CLIENT_BOOKS):
                 findings.report("leases", f"at rest, {line}")

@@ -19,6 +19,7 @@ from kvcore.ladder.swarm.case import CaseRequest, EpisodeConfig
 from kvcore.placement import Placement, PlacementMode
 from kvcore.quota import Quota
 from kvcore.service.client import ConnectionConfig, SchedulerConfig
+from kvcore.service.protocol import Transfer
 from kvcore.service.server import ServerConfig
 from kvcore.sim.engine.block_pool import BlockNames
 from kvcore.sim.engine.config import EngineConfig, Policy
@@ -91,6 +92,7 @@ def stack_config(config: EpisodeConfig, layout: CacheLayout) -> StackConfig:
         hash_mode=mode,
         engine_algorithm="blake3" if mode == "engine" else "",
     )
+    transfer: Transfer = "server" if config.transfer == "server" else "worker"
     placement: PlacementMode = "rank" if config.placement == "rank" else "chunk"
     size = chunk_bytes(layout)
     return StackConfig(
@@ -121,6 +123,9 @@ def stack_config(config: EpisodeConfig, layout: CacheLayout) -> StackConfig:
             store_lease_ns=config.store_lease_ns,
             worker_silence_ns=config.worker_silence_ns,
         ),
+        transfer=transfer,
+        admission=config.admission,
+        admission_seed=config.model_seed,
     )
 
 

@@ -3,7 +3,7 @@
 A swarm passes when no seed found anything *and* it has shown something: bytes were compared, loads verified, every
 common fault kind has fired, every common mark was met. All but the first is asked of swarms of at least
 `SIZE_FOR_RATES` seeds only: in a smaller one a kind may well be missing by chance. What a restricted swarm (`planes`,
-`kinds`) leaves out is not asked of it.
+`kinds`, `transfer`) leaves out is not asked of it.
 
 Who holds: the swarm holds its workers until it ends; a failure's directory is written when the failure comes.
 """
@@ -51,7 +51,8 @@ class SwarmOptions:
         restricted = f" --planes {','.join(task.planes) or 'none'}" if task.planes is not None else ""
         restricted += f" --kinds {','.join(task.kinds) or 'none'}" if task.kinds is not None else ""
         planted = f" --mutant {task.mutant}" if task.mutant else ""
-        return f"kvcore sim run --seed {seed}{restricted}{planted}"
+        copies = f" --transfer {task.transfer}" if task.transfer else ""
+        return f"kvcore sim run --seed {seed}{restricted}{copies}{planted}"
 
 
 @dataclass(slots=True)
@@ -118,12 +119,11 @@ class SwarmResult:
         """Kinds that should have fired and have not."""
         task = self.options.task
         common = [kind.name for kind in chosen_kinds(task.planes, task.kinds) if kind.common]
-        config = [kind.name for kind in CONFIG_KINDS] if task.planes is None and task.kinds is None else []
+        config = [] if task.restricted else [kind.name for kind in CONFIG_KINDS]
         return [name for name in common + config if not self.fired.get(name)]
 
     def _unseen(self) -> list[str]:
-        restricted = self.options.task.planes is not None or self.options.task.kinds is not None
-        return [] if restricted else unseen(self.marks, all_marks().values())
+        return [] if self.options.task.restricted else unseen(self.marks, all_marks().values())
 
     # ---- for readers
 

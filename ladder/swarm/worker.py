@@ -46,9 +46,15 @@ class Task:
     planes: tuple[str, ...] | None = None
     kinds: tuple[str, ...] | None = None
     mutant: str = ""
+    transfer: str = ""  # who copies KV; "": drawn
+
+    @property
+    def restricted(self) -> bool:
+        """Seeds do not draw everything that there is."""
+        return self.planes is not None or self.kinds is not None or bool(self.transfer)
 
     def case(self, seed: int) -> Case:
-        return draw_case(seed, self.planes, self.kinds, self.mutant)
+        return draw_case(seed, self.planes, self.kinds, self.mutant, self.transfer)
 
 
 class Record(msgspec.Struct):

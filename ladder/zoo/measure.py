@@ -111,6 +111,7 @@ class Measured:
             "seeds_run": self.seeds_run,
             "budget_seeds": self.mutant.budget_seeds,
             "planes": list(self.mutant.planes or ()),
+            "transfer": self.mutant.transfer,
             "catches": self.catches,
             "oracles": dict(self.oracles),
             "density_per_1000": round(self.density, 1),
@@ -135,7 +136,7 @@ def measure(name: str, effort: Effort) -> Measured:
     with planted(name):
         for seed in range(effort.first_seed, effort.first_seed + seeds_max):
             measured.seeds_run += 1
-            outcome = run_case(draw_case(seed, mutant.planes, mutant=name))
+            outcome = run_case(draw_case(seed, mutant.planes, mutant=name, transfer=mutant.transfer))
             if outcome.findings:
                 caught.append(outcome)
                 if len(caught) == effort.catches_max:

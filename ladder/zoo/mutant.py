@@ -38,8 +38,8 @@ class Edit:
 class Mutant:
     """One planted bug. `oracles`: any of these may be the first to see it; a safe mutant has none.
 
-    `planes`: fault planes that a seed is drawn with (None: all). `behind`: the safeguard that is left.
-    `note`: why it is not caught within its budget, where that is so.
+    `planes`: fault planes that a seed is drawn with (None: all). `transfer`: who copies then ("": drawn).
+    `behind`: the safeguard that is left. `note`: why it is not caught within its budget, where that is so.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Mutant:
     oracles: tuple[str, ...] = ()
     budget_seeds: int = BUG_SEEDS
     planes: tuple[str, ...] | None = None
+    transfer: str = ""
     behind: str = ""
     note: str = ""
 

@@ -35,18 +35,26 @@ class PagedMemory:
         if model.ranks != layout.ranks:
             raise ConfigError(f"the model has {model.ranks} ranks, the layout {layout.ranks}")
         self.num_blocks = num_blocks
+        self._layers = model.layers
         self._shapes = [_page_shape(layout, model, group) for group in range(len(layout.groups))]
+        self._allocate(layout.ranks)
+
+    def _allocate(self, ranks: int) -> None:
         page_words = max(int(np.prod(shape)) for shape in self._shapes)
         self.buffers: list[U64] = [
-            np.full((num_blocks, page_words), POISON, dtype=np.uint64) for _ in range(layout.ranks)
+            np.full((self.num_blocks, page_words), POISON, dtype=np.uint64) for _ in range(ranks)
         ]
         self.groups: list[list[U64]] = [
             [self._view(buffer, shape) for shape in self._shapes] for buffer in self.buffers
         ]
         # layer_views[rank][layer]: [blocks, block_tokens, width] of one layer
         self.layer_views: list[list[U64]] = [
-            [groups[layer.group][:, layer.slot] for layer in model.layers] for groups in self.groups
+            [groups[layer.group][:, layer.slot] for layer in self._layers] for groups in self.groups
         ]
+
+    def renew(self) -> None:
+        """The engine's processes live again, in other memory: a server may still copy from and to the old one."""
+        self._allocate(len(self.buffers))
 
     def _view(self, buffer: U64, shape: tuple[int, int, int]) -> U64:
         words = int(np.prod(shape))

@@ -355,9 +355,9 @@ class EngineHost:
             for index in range(len(self._cache.servers)):
                 self._cache.server_restarted(index)
         parts = self._parts
+        parts.memory.renew()
         for rank in range(parts.layout.ranks):
             parts.devices[rank] = _open_device(self._world, parts.memory, rank)
-            parts.memory.poison(rank, range(parts.memory.num_blocks))
         self._cache.engine_restarted()
         parts.restarted()
         self._start_engine()

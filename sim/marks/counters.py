@@ -19,6 +19,7 @@ from kvcore.l2.statistics import L2Statistics
 from kvcore.loads import LoadStatistics
 from kvcore.prefetch import PrefetchStatistics
 from kvcore.service.connection import ConnectionStatistics
+from kvcore.service.page_desk import PageStatistics
 from kvcore.service.scheduler_client import SchedulerClientStatistics
 from kvcore.service.server import ServerStatistics
 from kvcore.service.worker_client import WorkerClientStatistics
@@ -94,6 +95,12 @@ _WORKER_CLIENT: Table = {
 _SERVER: Table = {
     "sessions_expired": sometimes("server.session_expired", "a session died because nobody named it", common=True),
 }
+_PAGES: Table = {
+    "cells_stored": sometimes("server.copied_out", "a server copied a cell out of a worker's pages", common=True),
+    "cells_retrieved": sometimes("server.copied_in", "a server copied a cell into a worker's pages", common=True),
+    "cells_cancelled": sometimes("server.copy_cancelled", "a server's copy ended before it had begun", common=True),
+    "cells_failed": sometimes("server.copy_failed", "a server could not copy a worker's pages", common=True),
+}
 _ERRORS: Table = {
     "duplicate": sometimes("server.duplicate", "a server was sent a request a second time", common=True),
     "stale_incarnation": sometimes(
@@ -105,6 +112,8 @@ _ERRORS: Table = {
 }
 _CONNECTOR: Table = {
     "load_failures": sometimes("connector.load_failed", "an admitted load brought less than was promised"),
+    "tokens_refused": sometimes("connector.refused", "the admission promised less than was found"),
+    "lookups_unwanted": sometimes("connector.lookup_unwanted", "a lookup was given up, or not begun, as too dear"),
 }
 _WORKER: Table = {
     "stores_cancelled": sometimes("worker.store_cancelled", "a fence took cells from a store", common=True),
@@ -125,6 +134,7 @@ TABLES: Mapping[type, Table] = {
     SchedulerClientStatistics: _SCHEDULER_CLIENT,
     WorkerClientStatistics: _WORKER_CLIENT,
     ServerStatistics: _SERVER,
+    PageStatistics: _PAGES,
     SchedulerConnectorStatistics: _CONNECTOR,
     WorkerConnectorStatistics: _WORKER,
 }
@@ -132,6 +142,7 @@ _NO_TABLE: Table = {}
 _NESTED: Mapping[type, tuple[str, ...]] = {
     StorageStatistics: ("l1", "prefetch", "writeback", "adapters"),
     PrefetchStatistics: ("budget", "loads"),
+    ServerStatistics: ("pages",),
 }
 
 RESTART_SEEN = sometimes("net.restart_seen", "a client met a second life of a server", common=True)

@@ -18,6 +18,7 @@ import pytest
 from kvcore.cli import main
 from kvcore.connectors.scheduler import SchedulerConnector
 from kvcore.errors import ConfigError
+from kvcore.ladder.repro.line import command_for
 from kvcore.ladder.swarm.case import Case, EpisodeConfig, Schedule
 from kvcore.ladder.swarm.config_kinds import CONFIG_KINDS
 from kvcore.ladder.swarm.draw import chosen_kinds, draw_case
@@ -25,6 +26,7 @@ from kvcore.ladder.swarm.episode import run_case
 from kvcore.ladder.swarm.outcome import Finding, Outcome
 from kvcore.ladder.swarm.swarm import SIZE_FOR_RATES, SwarmOptions, SwarmResult, run_swarm
 from kvcore.ladder.swarm.worker import Record, Task, run_parallel, run_seed
+from kvcore.service.page_shares import PageRegistry
 from kvcore.sim.faults.injector import Injector
 from kvcore.sim.faults.kind import FaultEvent
 from kvcore.sim.marks import all_marks
@@ -103,6 +105,35 @@ def test_the_swarm_draws_every_shape() -> None:
     assert {len({request.salt for request in case.requests}) for case in cases} >= {1, 2}
     for kind in CONFIG_KINDS:
         assert any(map(kind.has, configs)), f"no seed has {kind.name}"
+
+
+def test_who_copies_is_drawn_and_asking_for_it_changes_nothing_else() -> None:
+    copies = ("transfer", "copy_ns", "pages_fail")
+    drawn = [draw_case(seed).config for seed in range(200)]
+    assert 20 < sum(config.transfer == "server" for config in drawn) < 60
+    assert any(config.pages_fail for config in drawn)
+    for seed in range(20):
+        by_worker, by_server = (draw_case(seed, transfer=who) for who in ("worker", "server"))
+        assert by_server.config.transfer == "server"
+        assert "transfer server" in by_server.banner()
+        assert "transfer" not in by_worker.banner()
+        plain = {name: getattr(EpisodeConfig(), name) for name in copies}
+        assert msgspec.structs.replace(by_server.config, **plain) == by_worker.config
+        assert (by_server.requests, by_server.second) == (by_worker.requests, by_worker.second)
+        assert [event.kind for event in by_server.faults] == [event.kind for event in by_worker.faults]
+        assert draw_case(seed) in (by_worker, by_server)
+        assert command_for(by_server).startswith(f"kvcore sim run --seed {seed}")
+
+
+@pytest.mark.sim
+def test_bytes_that_nobody_moved_are_found_by_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small_case(transfer="server")
+    outcome = run_case(case)
+    assert outcome.findings == []
+    assert outcome.marks["server.copied_out"]
+    assert outcome.marks["server.copied_in"]
+    monkeypatch.setattr("kvcore.ladder.watched_pages.WatchedPages.open", PageRegistry.open)  # past the watcher
+    assert run_case(case).oracle == "counters"
 
 
 def test_a_case_survives_json_and_another_schema_is_refused() -> None:
@@ -232,6 +263,8 @@ def test_a_failure_is_written_where_artifacts_are_asked_for(tmp_path: Path, monk
     assert (tmp_path / "seed-0" / "case.json").is_file()
     assert result.lines()[-1] == "reproduce: kvcore sim run --seed 0 --planes none"
     assert replace(options, task=Task(kinds=("l2.hang",))).command(3) == "kvcore sim run --seed 3 --kinds l2.hang"
+    by_server = replace(options, task=Task(transfer="server"))
+    assert by_server.command(3) == "kvcore sim run --seed 3 --transfer server"
 
 
 # ---- the command

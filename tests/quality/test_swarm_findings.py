@@ -20,12 +20,26 @@ FOUND = {
     10128: "a worker's clock jumped over the deadline of its fence, and the worker stopped, as it must",
 }
 
+FOUND_BY_SERVER = {
+    429: "the harness left a worker without a road to a living server that copied its pages: it waits, as it must",
+    463: "the same, behind a partition",
+}
+
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_seed_that_failed_once_passes(seed: int) -> None:
-    outcome = run_case(draw_case(seed))
+    outcome = run_case(draw_case(seed, transfer="worker"))  # as it was drawn when it failed
     assert outcome.findings == [], FOUND[seed]
     assert outcome.bytes_checked > 0
+
+
+@pytest.mark.parametrize("seed", FOUND_BY_SERVER)
+def test_a_seed_that_failed_once_with_servers_that_copy_passes(seed: int) -> None:
+    case = draw_case(seed, transfer="server")
+    assert not any(target.startswith("worker") for target in case.dead)
+    outcome = run_case(case)
+    assert outcome.findings == [], FOUND_BY_SERVER[seed]
+    assert outcome.marks["server.copied_out"]
 
 
 def test_damage_to_an_empty_file_leaves_it_empty() -> None:
