@@ -385,6 +385,8 @@ class PrefetchController:
     # Answering and ending
 
     def _deadline(self, job: LookupJob) -> None:
+        assert job.phase is not Phase.LOOKING or job.lookups, "all stores have answered, and nothing was planned"
+        assert job.phase is not Phase.LOADING or job.joined, "all its loads have ended, and it was not answered"
         self._deadlines += 1
         self._tracer.event("prefetch.deadline", job.owner.session, job.owner.generation, job.phase.value)
         self._answer(job)
