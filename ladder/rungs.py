@@ -86,6 +86,10 @@ class Cache(Connector, Protocol):
         """Cells under lease for the request's lookup, and the chunks it was told to skip. None: there is no lookup."""
         ...
 
+    def left_held(self, request_id: str) -> str:
+        """Words for leases of a running request that it has no use for; "": there are none."""
+        ...
+
     def lookup_of(self, request_id: str) -> int:
         """A number that changes with every new lookup of the request."""
         ...
@@ -189,6 +193,11 @@ class LadderOracle(EngineOracle):
             self._layout, self.hashes[request_id], tokens, lambda cell: self._cache.ever_published(cell, salt), skip
         )
         self.tokens_loadable += max(0, usable - local_tokens)
+
+    def request_finished(self, request_id: str, tokens: Sequence[int]) -> None:
+        super().request_finished(request_id, tokens)
+        if text := self._cache.left_held(request_id):
+            self._report("leases", text)
 
     def request_aborted(self, request_id: str) -> None:
         super().request_aborted(request_id)

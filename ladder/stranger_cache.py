@@ -145,6 +145,9 @@ class StrangerCache:
     def held(self, request_id: str) -> tuple[Collection[Cell], int] | None:
         return None
 
+    def left_held(self, request_id: str) -> str:
+        return ""
+
     def lookup_of(self, request_id: str) -> int:
         return -1
 

@@ -1,0 +1,55 @@
+"""Which admission a stack's scheduler side has: the product's, or one that decides by chance.
+
+    always       what was found is promised
+    if-it-pays   the product's measurements decide, in the world's time
+    drawn        chance decides: any servable length, or none, and any lookup may be given up. No policy can do worse,
+                 and no output may depend on it
+
+`drawn` draws from a stream of its own, and stops when it is told that the faults are over: what is then still not
+loaded was lost, and not refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcore.admission import Limits
+from kvcore.bitmap import bits
+from kvcore.connectors.admission import Admission, LoadAll
+from kvcore.connectors.measured import LoadIfItPays
+from kvcore.connectors.tracker import RequestTracker
+from kvcore.errors import ConfigError
+from kvcore.groups import CacheLayout
+from kvcore.ports import Clock
+from kvcore.sim.streams import RandomStream
+
+KINDS = ("always", "if-it-pays", "drawn")
+
+
+class DrawnAdmission(LoadAll):
+    """See the module text."""
+
+    def __init__(self, stream: RandomStream, over: Callable[[], bool]) -> None:
+        self._stream = stream
+        self._over = over
+
+    def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
+        return self._over() or not self._stream.chance(1, 40)
+
+    def length(self, tracker: RequestTracker, local_tokens: int) -> int:
+        if self._over() or self._stream.chance(1, 3):
+            return tracker.length
+        return self._stream.pick(list(bits(tracker.lengths)))
+
+
+def admission_for(
+    kind: str, layout: CacheLayout, clock: Clock, *, seed: int, life: int, over: Callable[[], bool]
+) -> Admission:
+    """The admission of one life of a scheduler side."""
+    if kind == "if-it-pays":
+        return LoadIfItPays(layout, clock, Limits())
+    if kind == "drawn":
+        return DrawnAdmission(RandomStream(seed, f"admission.{life}"), over)
+    if kind != "always":
+        raise ConfigError(f"there is no admission {kind!r}; known: {', '.join(KINDS)}")
+    return LoadAll()
