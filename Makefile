@@ -10,6 +10,8 @@
 #   make soak           hours of all that      make mutation   mutants of the pure core against the tests
 #   make bench-peers    the server beside another cache's, in .venv-peers
 #   make report   the sample reports, into reports/samples/    make pages   the pages of reports in a real browser
+#   make structure   how the tree is built, in figures; fails on an import cycle or a module that is too long
+#   make release-check   both archives built from the last commit, looked into, installed, used and removed in a fresh venv
 #   make system   lists what tests want besides Python packages (libraries of store clients, FUSE, a compiler, a browser),
 #                 and installs it where apt-get may be run; what is missing is skipped loudly, and fails when CI=true
 # PYTHON picks the interpreter (3.11 to 3.13); VENV the environment; JOBS the worker processes. TORCH_PIP is what pip is
@@ -29,7 +31,7 @@ TORCH_STAMP := $(VENV)/.kvcore-torch
 SERVERS_STAMP := $(VENV)/.kvcore-servers
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(SERVERS_STAMP),servers,$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@))): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: ladder-vllm report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
+.PHONY: structure release-check ladder-vllm report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -99,6 +101,12 @@ comma := ,
 
 wheel: $(STAMP)
 	$(call TIME,$(BIN)/python -m build -w -o dist .)
+
+structure: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/structure.py)
+
+release-check: $(STAMP)
+	$(call TIME,$(BIN)/python scripts/release_check.py)
 
 system:
 	$(call TIME,sh scripts/system.sh)
