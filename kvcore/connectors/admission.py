@@ -33,8 +33,8 @@ MODES: tuple[str, ...] = get_args(AdmissionMode)
 class Admission(Protocol):
     """See the module text. Called on the scheduler side's loop."""
 
-    def waits(self, request_id: str, tokens: int, at_ns: int | None = None) -> None:
-        """A request waits to be admitted, since `at_ns` (None: now). Told again: no effect."""
+    def waits(self, request_id: str, tokens: int) -> None:
+        """A request waits to be admitted. Told again: no effect."""
         ...
 
     def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
@@ -65,8 +65,12 @@ class Admission(Protocol):
         """A step was put together; `loads`: it waits for loads of its own."""
         ...
 
-    def step_ended(self, at_ns: int | None = None) -> None:
-        """The oldest step that has begun and not ended; None: it ends now. None has begun: no effect."""
+    def step_empty(self) -> None:
+        """The step that was just put together runs nothing, and nobody will tell its end."""
+        ...
+
+    def step_ended(self) -> None:
+        """The oldest step that has begun ends now. None has begun: no effect."""
         ...
 
     def measured(self, loads: LoadTimes) -> None:
@@ -77,7 +81,7 @@ class Admission(Protocol):
 class LoadAll:
     """Policy always: remembers nothing."""
 
-    def waits(self, request_id: str, tokens: int, at_ns: int | None = None) -> None:
+    def waits(self, request_id: str, tokens: int) -> None:
         return None
 
     def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
@@ -101,7 +105,10 @@ class LoadAll:
     def step_begins(self, scheduled: Sequence[ScheduledRequest], loads: bool) -> None:
         return None
 
-    def step_ended(self, at_ns: int | None = None) -> None:
+    def step_empty(self) -> None:
+        return None
+
+    def step_ended(self) -> None:
         return None
 
     def measured(self, loads: LoadTimes) -> None:

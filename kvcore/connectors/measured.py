@@ -147,13 +147,13 @@ class LoadIfItPays:
 
     # ------------------------------------------------------------------ requests
 
-    def waits(self, request_id: str, tokens: int, at_ns: int | None = None) -> None:
+    def waits(self, request_id: str, tokens: int) -> None:
         if request_id in self._waiting:
             return
         self._waiting.put(request_id, tokens)
         now_s = self._now_s()
         if request_id not in self._came:
-            self._came[request_id] = now_s if at_ns is None else min(at_ns / _NS_PER_S, now_s)
+            self._came[request_id] = now_s
             self._gpu_rate.add(now_s, 1.0)
 
     def admitted(self, tracker: RequestTracker) -> None:
@@ -201,10 +201,13 @@ class LoadIfItPays:
         self._decoding[part.request_id] = None
         step.firsts.append(part.request_id)
 
-    def step_ended(self, at_ns: int | None = None) -> None:
+    def step_empty(self) -> None:
+        self._steps.pop()
+
+    def step_ended(self) -> None:
         if not self._steps:
             return
-        now_s = self._now_s() if at_ns is None else at_ns / _NS_PER_S
+        now_s = self._now_s()
         step = self._steps.popleft()
         seconds = now_s - max(step.begin_s, self._last_end_s)
         self._last_end_s = max(now_s, self._last_end_s)
@@ -214,7 +217,7 @@ class LoadIfItPays:
         if step.tokens and step.sample and seconds > 0:
             self._counts["steps"] += 1
             self._prefill.add(step.tokens, step.pairs, seconds)
-            self._gpu_busy.add(self._now_s(), seconds)
+            self._gpu_busy.add(now_s, seconds)
 
     # ------------------------------------------------------------------ loads and lookups
 

@@ -50,6 +50,7 @@ class Runner(FakeRunner):
         grown = self._connector.get_kv_connector_stats()
         if grown is not None:
             self.taken.aggregate(KvcoreConnector.build_kv_connector_stats(grown.data))
+            reports.kv_connector_stats = grown
         return reports
 
 
@@ -172,6 +173,31 @@ def test_after_a_reset_of_the_cache_nothing_that_was_stored_is_found() -> None:
         assert engine.moved.loads >= before.loads + len(CASE.requests), "and the new life's are found"
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_load_if_it_pays_measures_steps_and_loads_and_decides(async_scheduling: bool) -> None:
+    """Whatever it decides on this machine, every token is right; and it is no guess."""
+    case = replace(CASE, async_scheduling=async_scheduling)
+    with engine_of(case, admission="if-it-pays", **IN_PROCESS) as engine:
+        for requests in (CASE.requests, CASE.requests[:1], CASE.requests):  # in between one load is alone on its way
+            engine.case = replace(case, requests=requests)
+            engine.serve()
+        rates = engine.scheduler.connector._side.scheduler.admission.statistics()
+        assert rates.steps_measured > 0
+        assert rates.loads_measured > 0
+        assert rates.prefill_token_s > 0
+        assert rates.decided_load + rates.decided_compute + rates.lookups_unwanted > len(CASE.requests)
+
+
+@pytest.mark.parametrize(
+    ("limit", "loads"), [({"admission_floor_tokens": 500}, 0), ({"admission_ceiling_tokens": 0}, 6)]
+)
+def test_the_limits_of_the_admission_have_the_last_word(limit: dict[str, int], loads: int, tmp_path: Path) -> None:
+    with server(tmp_path) as address, engine_of(servers=address, admission="if-it-pays", **limit) as engine:
+        engine.serve()
+        engine.serve()
+        assert engine.moved.loads == loads
+
+
 def test_the_statistics_that_vllm_has_taken_add_up_to_the_workers_own() -> None:
     with engine_of(**IN_PROCESS) as engine:
         engine.serve()
@@ -203,6 +229,13 @@ def refuse(case: Case, text: str, **extra: Any) -> None:
 
 def test_an_unknown_setting_is_refused() -> None:
     refuse(CASE, "unknown settings", chunk_token=16)
+
+
+def test_limits_without_an_admission_that_has_them_are_refused() -> None:
+    refuse(CASE, 'is for admission = "if-it-pays"', admission_floor_tokens=8)
+    refuse(CASE, "must be a whole number", admission="if-it-pays", admission_ceiling_tokens=True)
+    refuse(CASE, "below the floor", admission="if-it-pays", admission_floor_tokens=9, admission_ceiling_tokens=8)
+    refuse(CASE, "known are always, if-it-pays", admission="sometimes")
 
 
 def test_synchronous_loads_are_refused_where_their_failure_cannot_be_told() -> None:

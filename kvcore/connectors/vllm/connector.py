@@ -35,7 +35,7 @@ from kvcore.connectors.vllm.layout import block_sizes_of, layout_of, namespace_o
 from kvcore.connectors.vllm.scheduler import SchedulerHalf
 from kvcore.connectors.vllm.settings import Settings
 from kvcore.connectors.vllm.sides import EngineConfig, attach, check_process
-from kvcore.connectors.vllm.stats import KvcoreStats, StatsReader
+from kvcore.connectors.vllm.stats import KvcoreStats, StatsReader, loads_of
 from kvcore.connectors.vllm.worker import WorkerHalf
 from kvcore.errors import ConfigError, PeerError
 from kvcore.groups import CacheLayout
@@ -79,7 +79,12 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = namespace_of(vllm_config, kv_cache_config, self._layout)
         self._hasher = BlockHasher(ChunkHasher(namespace), block_sizes_of(vllm_config, kv_cache_config)[1])
         engine = EngineConfig(
-            str(transfer.engine_id), self._layout, namespace, self._hasher, load_async=settings.load_async
+            str(transfer.engine_id),
+            self._layout,
+            namespace,
+            self._hasher,
+            load_async=settings.load_async,
+            limits=settings.limits,
         )
         self._load_async = settings.load_async
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else None
@@ -129,9 +134,11 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
             frozenset(output.finished_sending or ()),
             frozenset(output.finished_recving or ()),
             frozenset(output.failed_recving or ()),
+            loads_of(output.kv_connector_stats),
         )
+        self._scheduler.step_ended()
         errors = frozenset(output.invalid_block_ids or ())
-        if finished.sent or finished.received or finished.failed or errors:
+        if finished.sent or finished.received or finished.failed or finished.loads.count or errors:
             self._run_now(self._report(finished, errors))
 
     async def _report(self, finished: Finished, errors: frozenset[int]) -> None:
@@ -210,7 +217,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Of a worker. The scheduler's half has none."""
         if self._side.worker is None or not self._active:
             return None
-        return self._stats.take(self._side.worker.statistics())
+        return self._stats.take(self._side.worker.statistics(), self._worker.take_loads())
 
     def shutdown(self) -> None:
         if self._open:

@@ -27,6 +27,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from kvcore.admission import Limits
+from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.worker import WorkerConnector
@@ -164,8 +166,10 @@ class CacheHost:
             for url in self.config.l2
         ]
 
-    def join(self, hasher: BlockHasher, *, load_async: bool, load_failures_max: int = 2) -> EngineSide:
-        """Both halves for one engine, whose keys `hasher` makes."""
+    def join(
+        self, hasher: BlockHasher, *, load_async: bool, load_failures_max: int = 2, limits: Limits | None = None
+    ) -> EngineSide:
+        """Both halves for one engine, whose keys `hasher` makes. `limits`: of an admission that loads what pays."""
         assert hasher.namespace == self.config.namespace, "an engine of another cache"
         self._sides += 1
         name = f"engine{self._sides}"
@@ -178,9 +182,10 @@ class CacheHost:
             config.layout,
             hasher,
             scheduler_client,
-            SchedulerConnectorConfig(load_async, load_failures_max, session_prefix=f"{name}/"),
+            SchedulerConnectorConfig(load_async, load_failures_max, f"{name}/", steps_end_with_reports=False),
+            None if limits is None else LoadIfItPays(config.layout, clock, limits),
         )
-        worker = WorkerConnector(config.layout, 0, worker_client)
+        worker = WorkerConnector(config.layout, 0, worker_client, clock=None if limits is None else clock)
         return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, self._ports.device(), hasher)
 
     def statistics(self) -> HostStatistics:

@@ -71,6 +71,11 @@ class SchedulerHalf:
 
     def new_request(self, request: Any) -> None:
         self._known[request.request_id] = _Known(request, request.num_preemptions)
+        self._core.admission.waits(request.request_id, len(request.all_token_ids))
+
+    def step_ended(self) -> None:
+        """vLLM has the output of a step. On the engine's thread, as `new_request`: no coroutine of ours is running."""
+        self._core.admission.step_ended()
 
     async def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See `kvcore.connectors.interface.SchedulerSide`. A request that is asked for holds no blocks."""
@@ -151,6 +156,8 @@ class SchedulerHalf:
         self._allocated = {}
         self._report_due = not self._overlapping
         meta = self._core.build_meta(view)
+        if not output.total_num_scheduled_tokens:
+            self._core.admission.step_empty()
         for each in scheduled:
             self._note_due(each.request_id)
         return meta

@@ -7,6 +7,10 @@
     policy         its eviction: "lru" (default) or "s3fifo"
     chunk_tokens   the wish (default 256); the nearest size that fits the engine's blocks is taken
     load_async     default true
+    admission      "always" (default), or "if-it-pays": what is found is loaded where measured rates say that computing
+                   it would cost more (`kvcore.connectors.admission`)
+    admission_floor_tokens     shorter prefixes are never loaded
+    admission_ceiling_tokens   prefixes of so many tokens are always loaded
     host           a `SharedHost` of the caller's own, which may outlive the engine
 
 With servers, memory, stores and eviction are the servers' own.
@@ -18,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from kvcore.admission import Limits
+from kvcore.connectors.admission import MODES
 from kvcore.connectors.vllm.host import POLICIES
 from kvcore.errors import ConfigError
 from kvcore.placement import PlacementMode
@@ -37,6 +43,9 @@ class Settings:
     policy: str = "lru"
     chunk_tokens: int | None = None
     load_async: bool = True
+    admission: str = "always"
+    admission_floor_tokens: int = 0
+    admission_ceiling_tokens: int | None = None
     host: Any = None
 
     @classmethod
@@ -60,7 +69,25 @@ class Settings:
             raise ConfigError(f"load_async = {self.load_async!r} must be true or false")
         _one_of("placement", self.placement, get_args(PlacementMode))
         _one_of("policy", self.policy, tuple(POLICIES))
+        _one_of("admission", self.admission, MODES)
+        self._check_limits()
         self._check_whose()
+
+    def _check_limits(self) -> None:
+        for name in ("admission_floor_tokens", "admission_ceiling_tokens"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ConfigError(f"{name} = {value!r} must be a whole number")
+            if value and self.admission != "if-it-pays":
+                raise ConfigError(f'{name} is for admission = "if-it-pays"; {self.admission} loads whatever is found')
+        _ = self.limits
+
+    @property
+    def limits(self) -> Limits | None:
+        """Of an admission that measures; None: everything is loaded."""
+        if self.admission == "always":
+            return None
+        return Limits(self.admission_floor_tokens, self.admission_ceiling_tokens)
 
     def _check_whose(self) -> None:
         """What nobody would look at is refused: it was meant to do something."""

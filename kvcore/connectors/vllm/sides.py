@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcore.admission import Limits
+from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.vllm.host import CacheHost, EngineSide, HostConfig, LocalHost, Runner
@@ -37,6 +39,7 @@ from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace
 from kvcore.ports import CopyEngine
+from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.loop_thread import LoopThread
 from kvcore.service import protocol as wire
@@ -59,6 +62,7 @@ class EngineConfig:
     namespace: Namespace
     hasher: BlockHasher
     load_async: bool
+    limits: Limits | None = None
 
 
 class Side(Protocol):
@@ -122,7 +126,9 @@ class SharedHost:
 
 
 async def _join(host: CacheHost, engine: EngineConfig) -> EngineSide:
-    return host.join(engine.hasher, load_async=engine.load_async, load_failures_max=LOAD_FAILURES_MAX)
+    return host.join(
+        engine.hasher, load_async=engine.load_async, load_failures_max=LOAD_FAILURES_MAX, limits=engine.limits
+    )
 
 
 _HOSTS: dict[str, SharedHost] = {}
@@ -162,10 +168,12 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
     config = RemoteConfig(settings.servers, settings.placement if len(settings.servers) > 1 else "rank")
     side = RemoteSide(ServerLink(loop, config, engine.namespace, engine.layout), engine.hasher)
     if rank is None:
-        options = SchedulerConnectorConfig(engine.load_async, LOAD_FAILURES_MAX)
-        side.scheduler = SchedulerConnector(engine.layout, engine.hasher, side.link.scheduler(), options)
+        options = SchedulerConnectorConfig(engine.load_async, LOAD_FAILURES_MAX, steps_end_with_reports=False)
+        admission = None if engine.limits is None else LoadIfItPays(engine.layout, SystemClock(), engine.limits)
+        side.scheduler = SchedulerConnector(engine.layout, engine.hasher, side.link.scheduler(), options, admission)
     else:
-        side.worker = WorkerConnector(engine.layout, rank, side.link.worker(rank))
+        clock = None if engine.limits is None else SystemClock()
+        side.worker = WorkerConnector(engine.layout, rank, side.link.worker(rank), clock=clock)
         side.device = ThreadCopyEngine(loop)
     try:
         await _greet(side.link, settings.servers)

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvcore.connectors.page_check import check_pages
 from kvcore.connectors.plan import StepMeta
-from kvcore.connectors.views import Finished
+from kvcore.connectors.views import NO_LOADS, Finished, LoadTimes
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.ports import CopyEngine
 
@@ -36,6 +36,7 @@ class WorkerHalf:
         self._loading = False
         self._at_rest = False  # written at the end of a call, when the engine's thread waits for it
         self._errors: frozenset[int] = frozenset()
+        self._loads = NO_LOADS
 
     async def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
         """Raises InternalError when bytes do not survive the way to the pages and back."""
@@ -76,8 +77,14 @@ class WorkerHalf:
     async def take_reports(self, request_ids: Sequence[str]) -> Finished:
         finished = self._core.finished(request_ids)
         self._errors |= self._core.load_errors()
+        self._loads += finished.loads
         self._at_rest = self._core.reported
         return finished
+
+    def take_loads(self) -> LoadTimes:
+        """How long loads took that were reported since the last time."""
+        loads, self._loads = self._loads, NO_LOADS
+        return loads
 
     def take_errors(self) -> frozenset[int]:
         errors, self._errors = self._errors, frozenset()
