@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvcore import groups as groups_module
 from kvcore.bitmap import bits, ones
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup, _Rule
+from kvcore.ladder.conformance.prefix import Row, uses
 
 CHUNKS_MAX = 12
 
@@ -26,20 +27,8 @@ class Lookup:
 
 def cell_is_used(lookup: Lookup, group: ObjectGroup, chunk: int, length: int) -> bool:
     """Whether serving `length` chunks reads this cell: by the tokens inside it, one by one."""
-    size = lookup.layout.chunk_tokens
-    end = length * size  # the first token that is computed
-    if length == 0 or chunk >= length or chunk < lookup.skip_chunks:
-        return False
-    if group.kind is GroupKind.FULL:
-        return True
-    if group.kind is GroupKind.RECURRENT:
-        return (chunk + 1) * size == end
-    if end == lookup.prompt_tokens:
-        end -= 1
-    window = group.window_tokens
-    assert window is not None
-    # token `end` attends to itself and to the window - 1 tokens before it
-    return any(end - window < token < end for token in range(chunk * size, (chunk + 1) * size))
+    row = Row(group.kind.value, group.window_tokens)
+    return chunk >= lookup.skip_chunks and uses(row, chunk, length, lookup.layout.chunk_tokens, lookup.prompt_tokens)
 
 
 def is_servable(lookup: Lookup, length: int) -> bool:
