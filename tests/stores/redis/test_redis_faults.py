@@ -85,8 +85,7 @@ def test_a_dead_server_and_one_that_comes_back_empty(stage):
     server.kill()
     nothing_works(store, keys, payloads)
     server.start()
-    assert store.lookup(keys) == 0
-    assert store.adapter.usage().objects == 0  # the ledger has learned it
+    assert attempts(lambda: (store.lookup(keys), store.adapter.usage().objects), lambda seen: seen == (0, 0))
     everything_works(store, keys, payloads)
 
 
@@ -190,10 +189,12 @@ def test_a_blackhole_that_opens_in_mid_value(stage):
 
 
 def test_a_slow_link_is_waited_for_as_long_as_it_keeps_the_lowest_rate(stage):
-    _, front, store, keys, payloads = stage(rate_bytes_per_s_min=4 * SIZE)
-    front.rate_bytes_per_s = 8 * SIZE
-    assert store.load(keys[:3], [SIZE] * 3) == (0b111, payloads[:3])
-    assert store.seconds < 3 * SIZE / (4 * SIZE) + BOUND_S
+    """Half a second for a value, longer than the time-out; the lowest rate would allow twenty."""
+    size = SIZE // 16
+    _, front, store, keys, payloads = stage(size=size, rate_bytes_per_s_min=size // 20)
+    front.rate_bytes_per_s = 2 * size
+    assert store.load(keys[:1], [size]) == (1, payloads[:1])
+    assert store.seconds > TIMEOUT_S
 
 
 def test_a_link_that_is_slower_is_given_up(stage):
@@ -223,12 +224,12 @@ def test_a_byte_flipped_on_the_way_never_gets_through(stage, at):
     assert bits != 0b111
     assert buffers == [payload for position, payload in enumerate(payloads[:3]) if bits >> position & 1]
     store.at_rest()  # the discard looks again, and finds a good record
-    assert store.load(keys[:3], [SIZE] * 3) == (0b111, payloads[:3])
+    assert attempts(lambda: store.load(keys[:3], [SIZE] * 3), lambda answer: answer == (0b111, payloads[:3]))
     everything_works(store, keys, payloads)
 
 
 def test_a_value_that_was_flipped_in_the_store_is_removed(stage):
-    server, _, store, keys, payloads = stage()
+    server, _, store, keys, payloads = stage(**PATIENT)
     name = next(stored.name for stored in store.backend.scan() if stored.key == keys[1])
     server.say("SETRANGE", name, str(SIZE // 2), "X")
     assert store.load(keys[:3], [SIZE] * 3) == (0b101, [payloads[0], payloads[2]])
