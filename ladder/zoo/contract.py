@@ -1,8 +1,8 @@
-"""Mutants of what happens when a load fails: what is taken back, what is stored, what is asked again (group E)."""
+"""Mutants of what happens when a load fails or is refused: what is taken back, stored, asked again (groups E, F)."""
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, hard
+from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
 
 _TRACKER = "kvcore.connectors.tracker:RequestTracker"
 _SCHEDULER = "kvcore.connectors.scheduler:SchedulerConnector"
@@ -30,6 +30,32 @@ MUTANTS = (
         "a request whose loads fail asks again each time, and is never computed without the cache (R17)",
         "liveness",
         Edit(f"{_SCHEDULER}._worth_asking", "tracker.load_failures >= self._config.load_failures_max or ", ""),
+    ),
+    bug(
+        "refused_prefix_stays_under_lease",
+        "F",
+        "what the admission does not promise can be neither loaded nor evicted until the request ends (R24, R33)",
+        "leases",
+        Edit(f"{_SCHEDULER}._choose", "    else:\n        self._release(tracker)\n", ""),
+        Edit(
+            f"{_SCHEDULER}.after_alloc",
+            "        self._release(tracker)\n        tracker.decline()",
+            "        if tracker.chosen is None:\n            self._release(tracker)\n        tracker.decline()",
+        ),
+    ),
+    safe(
+        "refused_prefix_is_released_at_the_admission",
+        "F",
+        "what the admission does not promise is held until the request gets its blocks (R24)",
+        "the engine's allocation, at which a request that loads nothing gives everything back",
+        Edit(f"{_SCHEDULER}._choose", "    else:\n        self._release(tracker)\n", ""),
+    ),
+    bug(
+        "refused_prefix_is_promised_all_the_same",
+        "C",
+        "the promise is made from what was found and not from what was decided, whose leases are gone (R07, R24)",
+        "prefix crash bytes",
+        Edit(f"{_TRACKER}.length", " if self.chosen is None else self.chosen", ""),
     ),
     bug(
         "promise_counted_at_every_question",
