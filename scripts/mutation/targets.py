@@ -22,7 +22,12 @@ _SHARED = (
     "stores/shared/test_shared_adapter.py",
     "stores/shared/test_shared_machine.py",
 )
-_SLAB = ("stores/disk/test_slab_space.py", "stores/disk/test_slab_jobs.py", "stores/disk/test_slab.py")
+_SLAB = (
+    "stores/disk/test_slab_space.py",
+    "stores/disk/test_slab_entry.py",
+    "stores/disk/test_slab_jobs.py",
+    "stores/disk/test_slab.py",
+)
 _GUARDS = ("unit/test_l2_guards.py", "unit/test_l2_codecs.py", "sim/reports/test_k_breaker.py")
 _PAGES = ("unit/test_page_map.py", "unit/test_page_desk.py", "unit/test_worker_pages.py", "sim/test_page_copies.py")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.device.planes import KVPlanes, Plane, plane_of, simplify
+from kvcore.device.planes import KVPlanes, Plane, plane_of, sample_blocks, simplify
 from kvcore.errors import CallerError, ConfigError
 
 
@@ -96,6 +96,20 @@ def test_dense_axes_are_joined_but_never_with_the_tokens() -> None:
     assert opaque == Plane(0, 4096, 1, 0, 1, 0, 2048, False)
 
 
+@pytest.mark.parametrize("axes", [[(4, 2), (3, 8)], [(2, 100), (3, 10), (4, 2)], [(3, 8), (4, 2)], [(2, 7), (1, 99)]])
+def test_axes_without_tokens_keep_their_order_whatever_their_strides(axes: list[tuple[int, int]]) -> None:
+    expected = [0]
+    for size, stride in axes:
+        expected = [start + index * stride for start in expected for index in range(size)]
+    plane = plane_of(0, 4096, axes, 2, token_axis=None)
+    assert list(walk(plane, [0])) == [address + byte for address in expected for byte in range(2)]
+
+
+@pytest.mark.parametrize(("blocks", "sampled"), [(1, [0]), (2, [1, 0]), (3, [2, 0, 1]), (8, [7, 0, 4])])
+def test_self_tests_write_the_last_the_first_and_a_middle_block(blocks: int, sampled: list[int]) -> None:
+    assert sample_blocks(blocks) == sampled
+
+
 def test_a_block_scattered_over_too_many_strides_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 levels of strides"):
         plane_of(0, 10_000, [(2, 4000), (2, 1000), (2, 100), (4, 2)], 2, token_axis=None)
@@ -142,6 +156,8 @@ def test_block_ids_come_back_dense_and_wide() -> None:
 
 def test_two_writers_of_one_block_are_refused_and_two_readers_are_not() -> None:
     assert TWO.check_blocks([[1, 1]]).tolist() == [[1, 1]]
+    many = replace(TWO, num_blocks=1000)
+    assert many.check_blocks([list(range(1000))], distinct=True).size == 1000
     with pytest.raises(CallerError, match="twice"):
         TWO.check_blocks([[1, 2], [3, 1]], distinct=True)
 

@@ -6,9 +6,18 @@ import asyncio
 
 import pytest
 
-from kvcore.errors import CallerError
+from kvcore.errors import CallerError, StoreError
 from kvcore.keys import ObjectKey
-from kvcore.l2.breaker import TRANSITIONS, Breaker, BreakerEvent, BreakerOptions, BreakerState
+from kvcore.l2.adapter import StoreAnswer
+from kvcore.l2.breaker import (
+    TRANSITIONS,
+    Breaker,
+    BreakerAdapter,
+    BreakerEvent,
+    BreakerOptions,
+    BreakerState,
+    BreakerStatistics,
+)
 from kvcore.l2.deadline import DeadlineAdapter, DeadlineExecutor
 from kvcore.l2.memory import MemoryBackend, memory_adapter
 from kvcore.l2.retry import RetryAdapter, RetryOptions
@@ -99,9 +108,25 @@ def test_a_probe_that_says_nothing_makes_the_next_call_the_probe() -> None:
 def test_a_probe_that_hangs_is_bad_after_the_same_time() -> None:
     breaker = opened()
     assert breaker.lets_pass(5 * S)
+    assert not breaker.lets_pass(10 * S - 1)
+    assert breaker.state is BreakerState.HALF_OPEN, "it is waited for until then"
     assert not breaker.lets_pass(10 * S)
     assert breaker.state is BreakerState.OPEN
     assert breaker.lets_pass(15 * S)
+
+
+def test_what_a_breaker_did_is_counted_once() -> None:
+    breaker = opened()
+    assert breaker.lets_pass(5 * S)
+    breaker.bad(5 * S)
+    assert breaker.lets_pass(10 * S)
+    breaker.good()
+    assert breaker.statistics() == BreakerStatistics(BreakerState.CLOSED, refused=0, opened=2, closed=1, probes=2)
+
+
+def test_a_breaker_that_is_told_nothing_opens_after_a_few_failures_for_seconds() -> None:
+    """As docs/stores.md has it."""
+    assert BreakerOptions() == BreakerOptions(failures=3, open_ns=5 * S)
 
 
 def test_the_table_names_every_state_and_every_event() -> None:
@@ -163,6 +188,61 @@ async def stored(adapter) -> None:
     adapter.submit_store(KEYS, [memoryview(data) for data in PAYLOADS])
     await done.wait()
     adapter.pop_completed_stores()
+
+
+class RefusedStores:
+    """An inner adapter whose stores are answered with what the test says, as by a store that is full of errors."""
+
+    def __init__(self, inner, answer: StoreAnswer) -> None:
+        self.inner = inner
+        self.answer = answer
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def pop_completed_stores(self):
+        done = self.inner.pop_completed_stores()
+        return {task: [self.answer for _ in answers] for task, answers in done.items()}
+
+
+def behind_breaker(rig: Rig, inner) -> BreakerAdapter:
+    """No failure is ever counted by the store itself: answers alone decide."""
+    return BreakerAdapter(inner, rig.clock, OPTIONS, failures_seen=lambda: 0, remote_lookups=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens"),
+    [(StoreAnswer.RETRY, True), (StoreAnswer.FAILED, True), (StoreAnswer.FULL, False), (StoreAnswer.PRESENT, False)],
+)
+def test_stores_that_fail_as_a_whole_open_the_breaker_and_others_do_not(answer: StoreAnswer, opens: bool) -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        adapter = behind_breaker(rig, RefusedStores(rig.adapter(), answer))
+        for _ in range(OPTIONS.failures):
+            await stored(adapter)
+        assert (adapter.breaker.state is BreakerState.OPEN) == opens
+        if opens:
+            with pytest.raises(StoreError, match=r"has failed 3 times in a row; it is tried again every 5 s$"):
+                adapter.submit_store(KEYS, [memoryview(data) for data in PAYLOADS])
+
+    rig.run(scenario)
+
+
+def test_a_store_that_goes_in_closes_the_breaker() -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        inner = RefusedStores(rig.adapter(), StoreAnswer.RETRY)
+        adapter = behind_breaker(rig, inner)
+        for _ in range(OPTIONS.failures):
+            await stored(adapter)
+        await rig.pause(OPTIONS.open_ns)
+        inner.answer = StoreAnswer.STORED
+        await stored(adapter)
+        assert adapter.breaker.state is BreakerState.CLOSED
+
+    rig.run(scenario)
 
 
 def test_a_lookup_is_answered_at_its_deadline_and_its_locks_come_back_when_it_is_done() -> None:

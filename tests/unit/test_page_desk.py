@@ -194,6 +194,12 @@ def test_only_so_many_pieces_are_with_threads_and_a_piece_has_about_so_many_byte
     assert rig.desk.idle
 
 
+def test_a_piece_that_is_not_full_takes_one_more_block() -> None:
+    rig = Rig(piece_bytes=BLOCK + 1, pieces_inflight=100)
+    rig.store()
+    assert len(rig.executor.pieces) == len(CELLS), "two blocks each, and there are two per cell"
+
+
 def test_what_waits_can_be_cancelled_and_what_has_begun_runs_to_its_end(rig: Rig) -> None:
     rig.store()  # two pieces are with threads: both blocks of cell 0
     running, answers = rig.running(cancel=0b0101)

@@ -36,6 +36,7 @@ def test_blocks_become_ranges_in_the_order_of_the_cell_and_neighbours_become_one
     assert pages.parts(2, [2], null=False) == (Part(1360, 0, 40),)
     dense = PageMap(PageSegment("kvcore-x", 1000, (PageGroup(0, 10, 100, 100),)), CacheLayout((FULL,), 1, 16))
     assert dense.parts(0, [4, 5, 6, 2], null=False) == (Part(400, 0, 300), Part(200, 300, 100))
+    assert dense.parts(0, [9, 4, 5, 2], null=False) == (Part(900, 0, 100), Part(400, 100, 200), Part(200, 300, 100))
 
 
 def test_the_null_block_is_left_out_of_a_load_and_refused_in_a_store() -> None:

@@ -20,6 +20,7 @@ from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.runtime.clock import SystemClock
 from kvcore.service import protocol as wire
+from kvcore.service import shapes
 from kvcore.service.client import identity_of
 from kvcore.service.protocol import ErrorCode, Header, Message, Reply, ServerLimits
 from kvcore.service.server import CacheServer, ServerConfig
@@ -185,6 +186,18 @@ def test_bit_sets_survive_the_wire(bits: int) -> None:
 def test_a_negative_bit_set_is_refused() -> None:
     with pytest.raises(CallerError, match="not negative"):
         wire.pack_bits(-1)
+
+
+def test_nothing_that_travels_may_carry_fields_that_nobody_knows() -> None:
+    """A field that one side ignores is a promise that it does not keep; another version says so in its number."""
+    structs = [
+        value
+        for module in (wire, shapes)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
+    ]
+    assert len(structs) > 20
+    assert [struct.__name__ for struct in structs if not struct.__struct_config__.forbid_unknown_fields] == []
 
 
 def test_every_kind_of_request_is_answered_in_kind() -> None:

@@ -119,6 +119,9 @@ def test_pages_describe_themselves_as_they_lie_in_their_buffer() -> None:
     described = describe("kvcore-x", buffer, pages)
     assert described.size == 1200
     assert described.groups == (PageGroup(0, 6, 200, 160), PageGroup(0, 6, 200, 40), PageGroup(480, 1, 40, 40))
+    assert describe("kvcore-x", buffer, [buffer[:2, :40]]).groups == (PageGroup(0, 2, 200, 160),)
+    with pytest.raises(ConfigError, match="group 0 do not lie in shared memory"):
+        describe("kvcore-x", buffer[:3], [buffer])  # begins in it and ends behind it
     with pytest.raises(ConfigError, match="group 1 do not lie in shared memory"):
         describe("kvcore-x", buffer, [buffer, np.zeros((3, 4))])
     with pytest.raises(ConfigError, match="group 0"):

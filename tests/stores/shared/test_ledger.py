@@ -155,6 +155,15 @@ def test_a_quota_evicts_the_tenants_own_and_leaves_no_trace_of_tenants_that_left
     ledger.check()
 
 
+def test_a_record_of_one_byte_more_than_the_quota_evicts_nothing(used):
+    ledger = Ledger(used.__contains__, quota=Quota({"a": 20}))
+    assert ledger.admit(key(9, "a"), 21) is None
+    ledger.note(key(0, "a"), 10, 0)
+    assert ledger.admit(key(9, "a"), 21) is None
+    assert ledger.admit(key(9, "a"), 20).victims == [key(0, "a")]
+    ledger.check()
+
+
 def test_the_heap_does_not_grow_with_what_has_gone(ledger):
     for number in range(20_000):
         ledger.note(key(number), 10, number)
