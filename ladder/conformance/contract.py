@@ -14,8 +14,9 @@ Nothing of `kvcore.l1` is used here: buffers are counted, leases are a list, the
    call changes nothing. An object with a lease is neither deleted nor evicted.
 5. What runs out is EXPIRED to the late caller, and nothing else happens. How often it is said is left open.
 6. A temporary object goes with its last lease, however that ends.
-7. A reservation without room evicts unprotected objects, and only if these do not suffice is it NO_SPACE. Which ones
-   are evicted is the peer's choice; `settle` is told and checks that they were unprotected.
+7. A reservation without room evicts unprotected objects, no more than it needs, and only if these do not suffice is it
+   NO_SPACE. Which ones is the peer's choice; `settle` is told of them. (A peer that finds room elsewhere has kept more
+   than it should; `used` shows that.)
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Contract:
             self._drop(self.objects.pop(key))
         if wrong:
             return f"evicted {wrong[0]}, which is leased"
-        return None if len(victims) == wanted else f"evicted {len(victims)} objects where {wanted} make room"
+        return f"evicted {len(victims)} objects where {wanted} make room" if len(victims) > wanted else None
 
     def finish_write(self, tag: str, key: int) -> Words:
         buffer = self.staged.get((tag, key))

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, PeerError
 from kvcore.ladder.conformance.peer import PrefixRule
 
 CHILD = Path(__file__).with_name("child.py")
 PATIENCE_S = 60.0
 
 
-class Raised(Exception):
+class Raised(PeerError):
     """The peer raised something there; `kind` is the name of its class."""
 
     def __init__(self, kind: str) -> None:

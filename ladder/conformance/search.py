@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import add
-from random import Random
 from typing import Any
 
 from kvcore.errors import ConfigError
@@ -63,11 +62,11 @@ def first(strategy: Any, holds: Callable[[Any], bool], examples: int) -> Any:
         phases=(Phase.generate, Phase.shrink),
         database=None,
         deadline=None,
-        derandomize=False,  # `find` takes its randomness from `random`
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     try:
-        return find(strategy, holds, settings=budget, random=Random(0))
+        return find(strategy, holds, settings=budget)
     except NoSuchExample:
         return None
 

@@ -134,7 +134,7 @@ SHELL = {
 # Whole folders of it: the real ports, and the adapters to one engine each.
 SHELL_FOLDERS = ("kvcore.runtime.", "kvcore.connectors.vllm.")
 # What an extra of pyproject.toml installs; a module that needs it is looked at where it is installed.
-OPTIONAL = {"mooncake", "nixl_cu12", "obstore", "redis", "torch", "vllm"}
+OPTIONAL = {"lmcache", "mooncake", "nixl_cu12", "obstore", "redis", "torch", "vllm"}
 CLOCKS_AND_CHANCE = {"datetime", "random", "secrets", "time", "uuid"}
 FENCE = {"kvcore.sim.fence"}  # it replaces them
 STREAMS = {"kvcore.sim.streams"}  # seeded generators are made there, and only there
@@ -358,6 +358,7 @@ def test_the_simulation_reads_no_clock_and_draws_only_from_named_streams() -> No
 def test_the_ladder_measures_only_processor_time() -> None:
     """Where the engine is the simulated one; around a real one, its targets do as it needs."""
     real = ("kvcore.ladder.targets.vllm", "kvcore.ladder.targets.torch", "kvcore.ladder.storm")
+    real += ("kvcore.ladder.conformance.lmcache_peer",)
     modules = [name for name in sources() if name.startswith("kvcore.ladder") and not name.startswith(real)]
     assert broken(_reads_a_clock_or_draws(frozenset({"time"})), modules) == {}
     used = {
