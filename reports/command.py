@@ -28,7 +28,7 @@ def register(commands: Any) -> None:
     """Add `report` to the command line (entry point `kvcore.commands`)."""
     parser = commands.add_parser("report", help="is the cache worth it? Break-even, traces, goodput, calibration")
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for add in (_add_breakeven, _add_trace, _add_goodput, _add_ladder, _add_calibrate, _add_compare):
+    for add in (_add_breakeven, _add_trace, _add_goodput, _add_ladder, _add_calibrate, _add_compare, _add_peers):
         add(kinds)
 
 
@@ -164,6 +164,17 @@ def _compare(arguments: argparse.Namespace, work: Work) -> Report:
     return compare.build(arguments.before, arguments.after)
 
 
+def _add_peers(kinds: Any) -> None:
+    parser = _kind(kinds, "peers", "kvcore beside another cache, as scripts/bench_peers.py has measured them", _peers)
+    parser.add_argument("measured", type=Path, metavar="FILE", help="written by scripts/bench_peers.py")
+
+
+def _peers(arguments: argparse.Namespace, work: Work) -> Report:
+    from kvcore.reports.kinds import peers
+
+    return peers.build(arguments.measured)
+
+
 # ---- trace, goodput
 
 
@@ -197,6 +208,7 @@ def _add_replay(parser: Any, loads: str) -> None:
         "--load", nargs="+", default=loads.split(), metavar="X", help=f"times the rate (default {loads})"
     )
     parser.add_argument("--workers", default="1", metavar="N")
+    parser.add_argument("--jobs", default="1", metavar="J", help="processes that serve cells side by side (default 1)")
     parser.add_argument("--router", default="prefix", metavar="NAME", help="prefix, least or round")
     parser.add_argument("--overlap", action="store_true", help="compute layer by layer while loading")
 
@@ -207,6 +219,7 @@ DEFAULT_TIERS = ("host memory (DMA)=100GiB",)
 def _prepared(arguments: argparse.Namespace) -> Any:
     from kvcore.reports.kinds import replay
     from kvcore.reports.serving import Eviction, Policy, Router
+    from kvcore.reports.serving.sweep import JOBS_MAX
     from kvcore.reports.slo import parse_slo
 
     ask = replay.Ask(
@@ -222,6 +235,7 @@ def _prepared(arguments: argparse.Namespace) -> Any:
         evictions=tuple(one_of(Eviction, name, "--eviction") for name in dict.fromkeys(arguments.eviction)),
         loads=tuple(sorted({number(text, "--load", 0.001, 1000) for text in arguments.load})),
         workers=whole(arguments.workers, "--workers", 1, 1024),
+        jobs=whole(arguments.jobs, "--jobs", 1, JOBS_MAX),
         router=one_of(Router, arguments.router, "--router"),
         overlap=arguments.overlap,
         slo=parse_slo(arguments.slo),

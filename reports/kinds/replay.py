@@ -1,7 +1,8 @@
 """What the reports `trace` and `goodput` share: a trace, the cells to serve it in, and a row per cell.
 
 A cell is one `Setting` (reports/serving): a policy, an eviction, a load. All are made, and so checked, before the first
-is served. Cells are served one after the other; an interrupt leaves those that are done.
+is served. Cells are served one after the other, or in `jobs` processes (reports/serving/sweep.py); an interrupt leaves
+those that are done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from kvcore.reports.kinds.breakeven import gpus_needed, replica_name, tier_of
 from kvcore.reports.page import Column, Report, Table, Value, Work, words
 from kvcore.reports.page.document import Chart
 from kvcore.reports.parameters import Parameters
-from kvcore.reports.serving import CacheTier, Eviction, Policy, Record, Router, ServingResult, Setting, simulate
+from kvcore.reports.serving import (
+    CacheTier,
+    Cell,
+    Eviction,
+    Policy,
+    Record,
+    Router,
+    ServingResult,
+    Setting,
+    simulate,
+    sweep,
+)
 from kvcore.reports.slo import COLUMNS as SLO_FORMULAS
 from kvcore.reports.slo import Slo
 from kvcore.reports.traces import Trace
@@ -75,6 +87,7 @@ class Ask:
     router: Router = Router.PREFIX
     overlap: bool = False
     slo: Slo | None = None
+    jobs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,10 @@ def _name(ask: Ask, policy: Policy, eviction: Eviction, load: float) -> str:
 
 def serve(replay: Replay, work: Work) -> Replay:
     """All cells, or as many as an interrupt leaves."""
+    if replay.ask.jobs > 1 and len(replay.cells) > 1:
+        cells = [Cell(replay.trace, setting) for setting in replay.cells.values()]
+        served = work.run_together(list(replay.cells), lambda say: sweep(cells, replay.ask.jobs, say).results)
+        return replace(replay, results=served)
     steps = [(name, functools.partial(simulate, replay.trace, setting)) for name, setting in replay.cells.items()]
     return replace(replay, results=work.run(steps))
 

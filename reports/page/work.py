@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 def say_on_stderr(line: str) -> None:
@@ -43,6 +44,22 @@ class Work:
                     self._interrupt()
             self.missing.append(name)
         return done
+
+    def run_together(self, names: Sequence[str], run: Callable[[Progress], Sequence[Result]]) -> dict[str, Result]:
+        """`run` carries out all steps side by side and calls its argument after each. It gives the results of the first
+        ones, in order: of all of them, unless it was interrupted."""
+        if self.interrupted:
+            self.missing += names
+            return {}
+
+        def say(done: int, of: int) -> None:
+            self._say(f"[{time.monotonic() - self._began_s:5.1f} s] {done}/{of} {names[done - 1]}: done")
+
+        results = run(say)
+        if len(results) < len(names):
+            self._interrupt()
+            self.missing += names[len(results) :]
+        return dict(zip(names, results, strict=False))
 
     def _interrupt(self) -> None:
         self.interrupted = True

@@ -157,6 +157,33 @@ def test_interrupted_at_the_first_step_a_report_says_so() -> None:
     assert work.missing == ["one", "two", "three"]
 
 
+def test_cells_in_several_processes_give_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for jobs in ("1", "2"):
+        assert main(["report", "trace", "--limit", "12", "--jobs", jobs, "--out", jobs]) == 0
+    one, two = (read_report(tmp_path / jobs)["tables"][0]["rows"] for jobs in ("1", "2"))
+    assert one == two
+    assert "3/3 load if it pays: done" in capsys.readouterr().err
+
+
+def test_steps_that_run_together_keep_what_was_done_before_an_interrupt() -> None:
+    said: list[str] = []
+    work = Work(said.append)
+
+    def run(say: Callable[[int, int], None]) -> list[int]:
+        say(1, 3)
+        return [1]
+
+    assert work.run_together(["one", "two", "three"], run) == {"one": 1}
+    assert work.missing == ["two", "three"]
+    assert work.interrupted
+    assert work.run_together(["four"], run) == {}
+    assert work.missing[2:] == ["four"]
+    assert "1/3 one: done" in said[0]
+
+
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcore.reports.page import folder
 
