@@ -41,6 +41,8 @@ class Room:
 
     def obtain(self, wanted: Mapping[ObjectKey, int], sizes: int | Sequence[int]) -> list[Slot | None]:
         """A slot for each key that finds room, None for the others. `wanted` maps a key to its place in `sizes`."""
+        if isinstance(sizes, int) and self._ledger is None:
+            return self._obtain(sizes, list(wanted))
         slots: list[Slot | None] = []
         for size, keys in _runs(wanted, sizes):
             if self._ledger is None:
@@ -71,6 +73,8 @@ class Room:
     def _obtain(self, size: int, keys: list[ObjectKey]) -> list[Slot | None]:
         arena = self._arena
         slots: list[Slot | None] = [*arena.allocate_batch(size, keys)]
+        if len(slots) == len(keys):
+            return slots
         extent = arena.extent(size)
         while len(slots) < len(keys) and extent <= arena.capacity_bytes:
             missing = keys[len(slots) :]

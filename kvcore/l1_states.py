@@ -9,6 +9,8 @@ from kvcore.memory import SlotState
 
 @unique
 class Event(Enum):
+    __hash__ = object.__hash__  # by identity; Enum's own runs in Python, and the table is asked in every batch
+
     PUBLISH = "publish"  # the first finish_write of a key
     DISCARD = "discard"  # finish_write of a key that is resident already
     GIVE_UP = "give up"  # abort_write, or the write lease ran out

@@ -51,6 +51,8 @@ ALIGNMENT_BYTES = 64
 
 @unique
 class SlotState(Enum):
+    __hash__ = object.__hash__  # by identity; Enum's own runs in Python, and L1's table is asked in every batch
+
     STAGING = "staging"  # being written, invisible to readers
     RESIDENT = "resident"  # published
     DRAINING = "draining"  # the object is gone, a copy still touches the bytes
