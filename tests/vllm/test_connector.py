@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.plugins import load_general_plugins
@@ -57,8 +59,9 @@ class Runner(FakeRunner):
 class Engine:
     """A scheduler and a worker; both ends of one connector. `serve` may be called again."""
 
-    def __init__(self, case: Case, **extra: Any) -> None:
+    def __init__(self, case: Case, events: bool = False, **extra: Any) -> None:
         config, kv_config = make_config(case, transfer(**extra)), make_kv_config(case)
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events, publisher="null")
         self.case = case
         self.scheduler = make_scheduler(case, config, kv_config)
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_config)
@@ -206,6 +209,56 @@ def test_the_statistics_that_vllm_has_taken_add_up_to_the_workers_own() -> None:
         assert engine.runner.taken.reduce() == {name: value for name, value in now.items() if value}
         assert now["cells_loaded"]
         assert now["bytes_stored"]
+
+
+class Published:
+    """What vLLM would publish: of its own prefix cache, and of the cache behind it."""
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+        self.behind: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                (self.behind if event.medium == MEDIUM_CPU else self.own).append(event)
+
+
+def names_of(events: list[Any], group: int) -> set[Any]:
+    return {name for event in events if event.group_idx == group for name in event.block_hashes}
+
+
+@pytest.mark.parametrize("where", ["in the process", "in a server"])
+def test_kv_events_name_each_published_cell_once_in_the_engines_own_words(where: str, tmp_path: Path) -> None:
+    """Blocks of 8 tokens, chunks of 16: two names per event, and the name before them is the parent."""
+    case = replace(CASE, windows=(None, 20), requests=(*CASE.requests, replace(CASE.requests[0], request_id="same")))
+    with ExitStack() as stack:
+        place = {"servers": stack.enter_context(server(tmp_path))} if where == "in a server" else IN_PROCESS
+        engine = stack.enter_context(engine_of(case, events=True, **place))
+        published = engine.scheduler.kv_event_publisher = Published()
+        engine.serve()
+        assert len(published.behind) == engine.moved.cells_stored
+        for event in published.behind:
+            assert (event.block_size, len(event.token_ids), len(event.block_hashes)) == (8, 16, 2)
+        for group in (0, 1):
+            assert names_of(published.behind, group), "both groups have stored something"
+            assert names_of(published.behind, group) <= names_of(published.own, group)
+        told = {(event.group_idx, *event.block_hashes) for event in published.behind}
+        assert len(told) == len(published.behind), "no cell is told of twice"
+        parents = {event.block_hashes[-1]: event for event in published.behind if event.group_idx == 0}
+        for event in published.behind:
+            if event.group_idx == 0 and event.parent_block_hash is not None:
+                assert event.parent_block_hash in parents
+        engine.serve()
+        assert len(published.behind) == len(told), "what was there already is no news"
+        assert engine.scheduler.connector._book._planned == {}, "nothing is kept for stores that have ended"
+
+
+def test_without_anybody_who_wants_events_nothing_is_noted() -> None:
+    with engine_of(**IN_PROCESS) as engine:
+        engine.serve()
+        assert engine.worker._side.noted is None
+        assert list(engine.scheduler.connector.take_events()) == []
 
 
 def test_a_plan_from_another_process_is_refused_by_a_cache_in_the_process() -> None:

@@ -11,6 +11,16 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvcore.connectors.vllm.layout import fingerprints_of, layout_of, namespace_of, pages_of
 from kvcore.errors import ConfigError
@@ -90,6 +100,28 @@ def test_layers_that_are_not_equally_far_apart_are_refused() -> None:
         uneven[name] = memory[:, layer].unsqueeze(1).unsqueeze(-1)
     with pytest.raises(ConfigError, match="equally far apart"):
         pages_of(kv_config(), uneven)
+
+
+def attention(kind: type, **more: Any) -> Any:
+    return kind(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32, **more)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (MambaSpec(block_size=512, shapes=((2, 3),), dtypes=(torch.float32,)), "MambaSpec.*recurrent"),
+        (attention(ChunkedLocalAttentionSpec, attention_chunk_size=64), "ChunkedLocalAttentionSpec"),
+        # Derived from full attention, and yet blocks between the prompt and the last tokens are given back.
+        (attention(RSWASpec, rswa_window=64), "RSWASpec"),
+        (attention(SinkFullAttentionSpec, sink_len=4), "SinkFullAttentionSpec"),
+        (attention(FullAttentionSpec, tokens_per_state=4), "one state for 4 tokens"),
+        (attention(SlidingWindowSpec, sliding_window=64, extra_retained_tokens=1), "extra retained"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_groups_whose_blocks_follow_another_rule_are_refused_by_name(spec: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layers \['here'\].*{text}"):
+        layout_of(KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["here"], spec)]))
 
 
 def two_heads() -> Any:

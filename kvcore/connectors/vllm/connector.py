@@ -16,6 +16,7 @@ going on would deliver what was computed over the hole.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.views import Finished
+from kvcore.connectors.vllm.events import EventBook, StoredMetadata, wants_events
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.vllm.layout import block_sizes_of, layout_of, namespace_of, pages_of
 from kvcore.connectors.vllm.scheduler import SchedulerHalf
@@ -77,15 +79,17 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = layout_of(kv_cache_config, settings.chunk_tokens)
         _check(vllm_config, transfer, self._layout, settings)
         namespace = namespace_of(vllm_config, kv_cache_config, self._layout)
-        self._hasher = BlockHasher(ChunkHasher(namespace), block_sizes_of(vllm_config, kv_cache_config)[1])
+        block_tokens, noted = block_sizes_of(vllm_config, kv_cache_config)[1], wants_events(vllm_config)
         engine = EngineConfig(
             str(transfer.engine_id),
             self._layout,
             namespace,
-            self._hasher,
+            BlockHasher(ChunkHasher(namespace), block_tokens),
             load_async=settings.load_async,
             limits=settings.limits,
+            noted=noted,
         )
+        self._book = EventBook(self._layout.chunk_tokens, block_tokens) if noted else None
         self._load_async = settings.load_async
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else None
         self._attached = attach(engine, settings, rank)
@@ -101,7 +105,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         if core is not None:
             self._scheduler = SchedulerHalf(core, self._layout, overlapping=overlapping, load_async=self._load_async)
         if worker is not None:
-            self._worker = WorkerHalf(worker)
+            self._worker = WorkerHalf(worker, self._side.noted)
             self._stats = StatsReader()
 
     @property
@@ -117,6 +121,8 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new_request(request)
+        if self._book is not None:
+            self._book.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._run_now(self._scheduler.matched_tokens(request, num_computed_tokens))
@@ -125,7 +131,10 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._run_now(self._scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KvcoreMetadata:
-        return KvcoreMetadata(self._run_now(self._scheduler.build_meta(scheduler_output)), os.getpid())
+        step = self._run_now(self._scheduler.build_meta(scheduler_output))
+        if self._book is not None:
+            self._book.planned(step)
+        return KvcoreMetadata(step, os.getpid())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """An empty report costs no way to the loop: the scheduler's half makes up for it at its next call."""
@@ -140,6 +149,8 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         errors = frozenset(output.invalid_block_ids or ())
         if finished.sent or finished.received or finished.failed or finished.loads.count or errors:
             self._run_now(self._report(finished, errors))
+        if self._book is not None and isinstance(output.kv_connector_worker_meta, StoredMetadata):
+            self._book.ended(output.kv_connector_worker_meta.notes)
 
     async def _report(self, finished: Finished, errors: frozenset[int]) -> None:
         self._scheduler.report(finished, errors)
@@ -150,7 +161,13 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._run_now(self._scheduler.finished(request, block_ids)), None
+        held = self._run_now(self._scheduler.finished(request, block_ids))
+        if self._book is not None:
+            self._book.left(request)
+        return held, None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._book.take() if self._book is not None else ()
 
     def reset_cache(self) -> bool | None:
         """Nothing stored before is found again by this engine, wherever it lies: its keys are other ones from here on.
@@ -218,6 +235,10 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._side.worker is None or not self._active:
             return None
         return self._stats.take(self._side.worker.statistics(), self._worker.take_loads())
+
+    def build_connector_worker_meta(self) -> StoredMetadata | None:
+        notes = self._worker.take_notes() if self._active else ()
+        return StoredMetadata(notes) if notes else None
 
     def shutdown(self) -> None:
         if self._open:

@@ -25,12 +25,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from kvcore.admission import Limits
 from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.vllm.hashes import BlockHasher
+from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.errors import ConfigError
 from kvcore.eviction import EvictionPolicy, LruPolicy, S3FifoPolicy
@@ -167,9 +168,18 @@ class CacheHost:
         ]
 
     def join(
-        self, hasher: BlockHasher, *, load_async: bool, load_failures_max: int = 2, limits: Limits | None = None
+        self,
+        hasher: BlockHasher,
+        *,
+        load_async: bool,
+        load_failures_max: int = 2,
+        limits: Limits | None = None,
+        noted: bool = False,
     ) -> EngineSide:
-        """Both halves for one engine, whose keys `hasher` makes. `limits`: of an admission that loads what pays."""
+        """Both halves for one engine, whose keys `hasher` makes.
+
+        `limits`: of an admission that loads what pays. `noted`: somebody wants to hear of its stores.
+        """
         assert hasher.namespace == self.config.namespace, "an engine of another cache"
         self._sides += 1
         name = f"engine{self._sides}"
@@ -185,8 +195,12 @@ class CacheHost:
             SchedulerConnectorConfig(load_async, load_failures_max, f"{name}/", steps_end_with_reports=False),
             None if limits is None else LoadIfItPays(config.layout, clock, limits),
         )
-        worker = WorkerConnector(config.layout, 0, worker_client, clock=None if limits is None else clock)
-        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, self._ports.device(), hasher)
+        notes = NotedStores(worker_client) if noted else None
+        worker = WorkerConnector(
+            config.layout, 0, cast(WorkerClient, notes or worker_client), clock=None if limits is None else clock
+        )
+        device = self._ports.device()
+        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, device, hasher, notes)
 
     def statistics(self) -> HostStatistics:
         return HostStatistics(self.storage.statistics(), self.server.statistics())
@@ -212,6 +226,7 @@ class EngineSide:
     worker: WorkerConnector
     device: CopyEngine
     hasher: BlockHasher
+    noted: NotedStores | None = None
 
     @property
     def quiet(self) -> bool:

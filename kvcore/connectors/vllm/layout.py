@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcore.connectors.vllm.host import engine_namespace
 from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
@@ -35,6 +35,12 @@ from kvcore.keys import Namespace
 
 CHUNK_TOKENS = 256
 _RANDOM_SEED = ("xxhash",)
+_KINDS: dict[type, GroupKind] = {
+    FullAttentionSpec: GroupKind.FULL,
+    MLAAttentionSpec: GroupKind.FULL,
+    SlidingWindowSpec: GroupKind.WINDOW,
+}
+"""By the exact type: vLLM derives others from these whose blocks follow another rule (some lose blocks in between)."""
 
 
 def layout_of(kv_cache_config: Any, chunk_tokens: int | None = None) -> CacheLayout:
@@ -44,19 +50,23 @@ def layout_of(kv_cache_config: Any, chunk_tokens: int | None = None) -> CacheLay
 
 
 def _group(group: Any) -> ObjectGroup:
-    spec = group.kv_cache_spec
+    spec, layers = group.kv_cache_spec, f"layers {group.layer_names[:2]}"
+    kind = _KINDS.get(type(spec))
+    if kind is None:
+        raise ConfigError(
+            f"{layers} keep a {type(spec).__name__}, which is not supported (recurrent layers, for one, are not); "
+            f"supported are {', '.join(known.__name__ for known in _KINDS)}"
+        )
     if spec.prefix_replay_tokens:
-        raise ConfigError(f"layers {group.layer_names[:2]}: groups that replay a window after a hit are not supported")
+        raise ConfigError(f"{layers}: groups that replay a window after a hit are not supported")
+    if spec.tokens_per_state != 1:
+        raise ConfigError(f"{layers}: pages that keep one state for {spec.tokens_per_state} tokens are not supported")
     size = len(group.layer_names) * spec.page_size_bytes
-    if isinstance(spec, SlidingWindowSpec):
-        if spec.extra_retained_tokens:
-            raise ConfigError("a window with extra retained tokens (multi-token prediction) is not supported")
-        return ObjectGroup(GroupKind.WINDOW, spec.block_size, size, spec.sliding_window)
-    if isinstance(spec, FullAttentionSpec):
-        return ObjectGroup(GroupKind.FULL, spec.block_size, size)
-    raise ConfigError(
-        f"layers {group.layer_names[:2]}: {type(spec).__name__} is not supported; full and sliding-window attention are"
-    )
+    if kind is GroupKind.FULL:
+        return ObjectGroup(kind, spec.block_size, size)
+    if spec.extra_retained_tokens:
+        raise ConfigError(f"{layers}: a window with extra retained tokens (multi-token prediction) is not supported")
+    return ObjectGroup(kind, spec.block_size, size, spec.sliding_window)
 
 
 def block_sizes_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:

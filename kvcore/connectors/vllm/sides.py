@@ -26,7 +26,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvcore.admission import Limits
 from kvcore.connectors.measured import LoadIfItPays
@@ -34,6 +34,7 @@ from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorCo
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.vllm.host import CacheHost, EngineSide, HostConfig, LocalHost, Runner
 from kvcore.connectors.vllm.settings import Settings
+from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
@@ -43,7 +44,7 @@ from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.loop_thread import LoopThread
 from kvcore.service import protocol as wire
-from kvcore.service.client import ConnectionState
+from kvcore.service.client import ConnectionState, WorkerClient
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 LOAD_FAILURES_MAX = 1
@@ -63,6 +64,7 @@ class EngineConfig:
     hasher: BlockHasher
     load_async: bool
     limits: Limits | None = None
+    noted: bool = False  # somebody wants to hear of its stores
 
 
 class Side(Protocol):
@@ -79,6 +81,9 @@ class Side(Protocol):
 
     @property
     def hasher(self) -> BlockHasher: ...
+
+    @property
+    def noted(self) -> NotedStores | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,11 @@ class SharedHost:
 
 async def _join(host: CacheHost, engine: EngineConfig) -> EngineSide:
     return host.join(
-        engine.hasher, load_async=engine.load_async, load_failures_max=LOAD_FAILURES_MAX, limits=engine.limits
+        engine.hasher,
+        load_async=engine.load_async,
+        load_failures_max=LOAD_FAILURES_MAX,
+        limits=engine.limits,
+        noted=engine.noted,
     )
 
 
@@ -155,6 +164,7 @@ class RemoteSide:
     scheduler: SchedulerConnector | None = None
     worker: WorkerConnector | None = None
     device: CopyEngine | None = None
+    noted: NotedStores | None = None
 
     async def leave(self) -> None:
         self.link.close()
@@ -173,7 +183,9 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
         side.scheduler = SchedulerConnector(engine.layout, engine.hasher, side.link.scheduler(), options, admission)
     else:
         clock = None if engine.limits is None else SystemClock()
-        side.worker = WorkerConnector(engine.layout, rank, side.link.worker(rank), clock=clock)
+        client = side.link.worker(rank)
+        side.noted = NotedStores(client) if engine.noted else None
+        side.worker = WorkerConnector(engine.layout, rank, cast(WorkerClient, side.noted or client), clock=clock)
         side.device = ThreadCopyEngine(loop)
     try:
         await _greet(side.link, settings.servers)

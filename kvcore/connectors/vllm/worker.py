@@ -24,15 +24,18 @@ from typing import Any
 from kvcore.connectors.page_check import check_pages
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.views import NO_LOADS, Finished, LoadTimes
+from kvcore.connectors.vllm.store_notes import Note, NotedStores
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.ports import CopyEngine
 
 
 class WorkerHalf:
-    """Runs on the cache's loop; one per worker."""
+    """Runs on the cache's loop; one per worker. `noted`: its client, if somebody wants to hear of its stores."""
 
-    def __init__(self, core: WorkerConnector) -> None:
+    def __init__(self, core: WorkerConnector, noted: NotedStores | None = None) -> None:
         self._core = core
+        self._noted = noted
+        self._notes: tuple[Note, ...] = ()
         self._loading = False
         self._at_rest = False  # written at the end of a call, when the engine's thread waits for it
         self._errors: frozenset[int] = frozenset()
@@ -78,6 +81,8 @@ class WorkerHalf:
         finished = self._core.finished(request_ids)
         self._errors |= self._core.load_errors()
         self._loads += finished.loads
+        if self._noted is not None:
+            self._notes += self._noted.take()
         self._at_rest = self._core.reported
         return finished
 
@@ -85,6 +90,10 @@ class WorkerHalf:
         """How long loads took that were reported since the last time."""
         loads, self._loads = self._loads, NO_LOADS
         return loads
+
+    def take_notes(self) -> tuple[Note, ...]:
+        notes, self._notes = self._notes, ()
+        return notes
 
     def take_errors(self) -> frozenset[int]:
         errors, self._errors = self._errors, frozenset()

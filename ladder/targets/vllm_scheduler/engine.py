@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
+        KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
         ParallelConfig,
@@ -96,6 +97,7 @@ def make_config(case: Case, transfer: dict[str, Any]) -> Any:
     config.cache_config.enable_prefix_caching = case.prefix_cache
     config.cache_config.num_gpu_blocks = case.num_blocks
     config.kv_transfer_config = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **transfer)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     return config
 
 

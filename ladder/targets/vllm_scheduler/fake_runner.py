@@ -107,6 +107,7 @@ class FakeRunner:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=self._connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=self._connector.build_connector_worker_meta(),
         )
 
     def _sample(self, output: Any, reports: Any) -> Any:
