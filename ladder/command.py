@@ -44,7 +44,9 @@ def register(commands: Any) -> None:
     parser.add_argument("--connector", metavar="MOD:CLASS", help="climb with your own connector")
     parser.add_argument("--connector-config", metavar="JSON", help="its kv_connector_extra_config (target vllm)")
     parser.add_argument("--engine-config", metavar="JSON", help="arguments for vLLM's LLM (target vllm)")
-    parser.add_argument("--model", metavar="NAME", help="llama, gemma3 or gpt-oss (target vllm)")
+    parser.add_argument(
+        "--model", metavar="NAME", help="llama, gemma3, gpt-oss, fingerprint or fingerprint-window (target vllm)"
+    )
     parser.add_argument("--requests", type=int, metavar="N", help="requests per pass (default 120; local 48)")
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="cache chunk size in tokens (16; vllm 64)")
     parser.add_argument("--l1", type=parse_bytes, metavar="SIZE", help="capacity of each server's L1")

@@ -23,7 +23,7 @@ REQUESTS = {"sim": 120, "local": 48, "torch": 40, "vllm": 40}
 """Requests per pass when nobody says otherwise. Real time is dearer than simulated time."""
 CHUNK_TOKENS = {"sim": 16, "local": 16, "torch": 16, "vllm": 64}
 """Of the cache, when nobody says otherwise. vLLM has blocks of 32 tokens on a CPU."""
-MODELS = ("llama", "gemma3", "gpt-oss")
+MODELS = ("llama", "gemma3", "gpt-oss", "fingerprint", "fingerprint-window")
 """Of target vllm."""
 STORM_CASES = 250
 STORM_CASES_MAX = 30_000

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--ladder-connector", "MOD:CLASS", "climb with your own connector")
     add("--ladder-connector-config", "JSON", "its kv_connector_extra_config (target vllm)")
     add("--ladder-engine-config", "JSON", "arguments for vLLM's LLM (target vllm)")
-    add("--ladder-model", "NAME", "llama, gemma3 or gpt-oss (target vllm)")
+    add("--ladder-model", "NAME", "llama, gemma3, gpt-oss, fingerprint or fingerprint-window (target vllm)")
     add("--ladder-trace", "FILE", "Mooncake-format trace to take requests from")
     add("--sim-seed", "N", "seed of the simulated world; the first one of a swarm")
     add("--sim-seeds", "N", f"seeds of the suite's swarm (default {SUITE_SEEDS}, unless --sim-seconds is given)")

@@ -33,6 +33,7 @@ from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, Floors, RungCounts, RungResult
 from kvcore.ladder.targets.vllm.caches import CacheKind, cache_for
 from kvcore.ladder.targets.vllm.engine import BLOCK_TOKENS, Ask, TinyEngine
+from kvcore.ladder.targets.vllm.fingerprint_witness import Witness
 from kvcore.ladder.targets.vllm.models import VOCABULARY, TinyModel, tiny_model, write_model
 from kvcore.ladder.targets.vllm.watch import TOLERANCE, Admission, Distances, Reference, Watch
 from kvcore.ladder.targets.vllm_scheduler.mutants import Spoil
@@ -145,12 +146,14 @@ class VllmStage:
         self._alone_with_cache = True  # the engine has no prefix cache of its own
         self._aa = Distances()
         self._with_cache = Distances()
+        self._slots_checked = 0
 
     def said(self) -> str:
         """How far apart things were."""
         return (
             f"model {self.model.name}; largest differences from the reference: A/A {self._aa}; with the cache "
             f"{self._with_cache}; tolerance {TOLERANCE:g}"
+            + (f"; {self._slots_checked} slots verified" if self._slots_checked else "")
         )
 
     # ------------------------------------------------------------------ the climb
@@ -173,10 +176,11 @@ class VllmStage:
             return []
         engine = self._engine(model, None, prefix_cache=False)
         try:
-            self.reference.run(engine, self._everybody)
+            with Witness(engine) as witness:
+                self.reference.run(engine, self._everybody)
             counts = RungCounts(requests=len(self._asks), steps=engine.steps)
             counts.tokens_compared = sum(len(self.reference.answers[ask.request_id].tokens) for ask in self._asks)
-            results = [self._judged("0", RungResult("0", counts))]
+            results = [self._judged("0", RungResult("0", counts, witness.findings))]
             if "1" in passes:
                 result = RungResult("1")
                 self._aa = self._pass(engine, result, self._asks).distances
@@ -303,7 +307,7 @@ class VllmStage:
     def _pass(self, engine: TinyEngine, result: RungResult, asks: Sequence[Ask]) -> Watch:
         """Serve everything at once, compare, count."""
         begin = engine.steps
-        with Watch(engine, self.reference) as watch:
+        with Watch(engine, self.reference) as watch, Witness(engine) as witness:
             answers = engine.serve(asks, watch.look)
         counts = RungCounts(steps=engine.steps - begin)
         for ask in asks:
@@ -315,7 +319,8 @@ class VllmStage:
         counts.cells_byte_checked = watch.blocks_checked
         counts.resumes_with_load = sum(each.resumed and each.external_tokens > 0 for each in watch.admissions)
         result.counts.add(counts)
-        result.problems += watch.findings
+        result.problems += witness.findings + watch.findings
+        self._slots_checked += witness.slots_checked
         return watch
 
 

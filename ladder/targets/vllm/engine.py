@@ -40,6 +40,7 @@ _ENVIRON = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "KVCORE_LADDER_FINGERPRINT": "1",  # kvcore's plugin may make this model known to vLLM
 }
 
 
@@ -130,6 +131,11 @@ class TinyEngine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of the one worker."""
+        return self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
     @property
     def windows(self) -> list[int | None]:

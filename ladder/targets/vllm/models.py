@@ -8,6 +8,8 @@ generates other tokens.
     llama     2 layers, full attention: one cache group
     gemma3    2 layers with a window and 1 with full attention: three cache groups
     gpt-oss   1 layer with a window and 1 with full attention, experts, attention sinks: two cache groups
+
+    fingerprint, fingerprint-window   no weights, whole numbers; see `fingerprint`: one and two cache groups
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvcore.ladder.targets.vllm.fingerprint import config_of
 
 VOCABULARY = 256
 POSITIONS_MAX = 512
@@ -54,7 +58,7 @@ def tiny_model(name: str, window_tokens: int = WINDOW_TOKENS) -> TinyModel:
     return TinyModel(name, tuple(window_tokens if kind == "w" else None for kind in _LAYERS[name]))
 
 
-_LAYERS = {"llama": "ff", "gemma3": "wwf", "gpt-oss": "wf"}
+_LAYERS = {"llama": "ff", "gemma3": "wwf", "gpt-oss": "wf", "fingerprint": "ff", "fingerprint-window": "fwfw"}
 MODELS = tuple(_LAYERS)
 
 
@@ -231,10 +235,23 @@ def _experts(prefix: str, draw: _Draw) -> Weights:
     yield f"{prefix}.experts.down_proj_bias", draw(0.05, _EXPERTS, _HIDDEN)
 
 
+# ---- fingerprint
+
+
+def _fingerprint_config(model: TinyModel) -> dict[str, Any]:
+    return config_of(model.windows)
+
+
+def _no_weights(model: TinyModel, draw: _Draw) -> Weights:
+    return iter(())
+
+
 _Config = Callable[[TinyModel], dict[str, Any]]
 _Make = Callable[[TinyModel, _Draw], Weights]
 _KINDS: dict[str, tuple[_Config, _Make]] = {
     "llama": (_llama_config, _llama_weights),
     "gemma3": (_gemma3_config, _gemma3_weights),
     "gpt-oss": (_gpt_oss_config, _gpt_oss_weights),
+    "fingerprint": (_fingerprint_config, _no_weights),
+    "fingerprint-window": (_fingerprint_config, _no_weights),
 }
