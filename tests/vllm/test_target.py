@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kvcore.connectors.vllm import scheduler
 from kvcore.ladder.targets.vllm_scheduler.case import make_case
 from kvcore.ladder.targets.vllm_scheduler.command import Hunt, main
 from kvcore.ladder.targets.vllm_scheduler.mutants import MUTANTS
 from kvcore.ladder.targets.vllm_scheduler.shrink import apply_edits, shrink
 
 SEEDS_TO_CATCH = 60
+SLOW: dict[str, Any] = {
+    "windows": (None,),
+    "load_async": False,
+    "async_scheduling": False,
+    "load_error_rate": 0.0,
+    "prefix_cache": False,
+    "reset_steps": (),
+    "step_us": (2_000_000, 4_000_000),
+    "l1_chunks": 400,
+}
 
 
 def test_a_hundred_seeds_leave_no_bad_slot_and_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +52,17 @@ def test_without_the_fence_a_store_publishes_the_bytes_of_another_request() -> N
     hunt = Hunt("no-fence", ())
     assert hunt(0)[1].kinds == {"slot"}
     assert not Hunt(None, ())(0)[1].findings
+
+
+def test_a_promise_outlives_its_leases_by_being_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of seconds: whoever waits for room waits longer than a lease lasts, and no load may find it gone."""
+    slow = replace(make_case(0), **SLOW)
+    outcome = Hunt(None, ()).run(slow)
+    assert not outcome.findings
+    assert outcome.counts["loads"] > 10
+    assert outcome.counts["loads failed"] == 0
+    monkeypatch.setattr(scheduler, "ANSWER_NS_MAX", 10**18)
+    assert Hunt(None, ()).run(slow).counts["loads failed"] > 0, "without it, this case does find leases gone"
 
 
 def test_a_seed_runs_alike_twice() -> None:

@@ -103,7 +103,9 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         """A role has its own half only, unless both share a side."""
         core, worker = self._side.scheduler, self._side.worker
         if core is not None:
-            self._scheduler = SchedulerHalf(core, self._layout, overlapping=overlapping, load_async=self._load_async)
+            self._scheduler = SchedulerHalf(
+                core, self._layout, self._side.clock, overlapping=overlapping, load_async=self._load_async
+            )
         if worker is not None:
             self._worker = WorkerHalf(worker, self._side.noted)
             self._stats = StatsReader()

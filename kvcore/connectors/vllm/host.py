@@ -200,7 +200,7 @@ class CacheHost:
             config.layout, 0, cast(WorkerClient, notes or worker_client), clock=None if limits is None else clock
         )
         device = self._ports.device()
-        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, device, hasher, notes)
+        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, device, hasher, clock, notes)
 
     def statistics(self) -> HostStatistics:
         return HostStatistics(self.storage.statistics(), self.server.statistics())
@@ -226,6 +226,7 @@ class EngineSide:
     worker: WorkerConnector
     device: CopyEngine
     hasher: BlockHasher
+    clock: Clock
     noted: NotedStores | None = None
 
     @property

@@ -22,6 +22,9 @@ different ways; nothing here depends on how an output names it.
    blocks, where its failed allocation stops the loaded ones behind it for ever, and keeps reserving blocks for it until
    it has been computed, which may leave none for anybody else's load (docs/findings). So such a request is *stranded*:
    "not known yet" once moves it to the ordinary queue, and until it runs no other load is begun.
+6. *Answers grow old*: vLLM asks for the head of its queue in every step, however long that finds no room, and the
+   leases behind an answer run out (`StorageConfig.lease_ns`, a minute). An old answer is given up and asked for anew: a
+   load that fails costs a request its time, and an engine that loads synchronously for several groups its life.
 
 Who holds: one `_Known` per request from its arrival to its end. Blocks stay vLLM's; True from `finished` keeps them for
 the workers until these report `finished_sending`.
@@ -38,6 +41,12 @@ from kvcore.connectors.scheduler import SchedulerConnector
 from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
 from kvcore.connectors.vllm.hashes import EngineTokens
 from kvcore.groups import CacheLayout
+from kvcore.ports import Clock
+
+ANSWER_NS_MAX = 30_000_000_000
+"""Half of the time that leases last."""
+RENEWALS_MAX = 2
+"""Where a question is asked so seldom that no answer is young enough, the request is computed."""
 
 
 @dataclass(slots=True)
@@ -51,12 +60,17 @@ class _Known:
     loading: bool = False  # an asynchronous load was begun and it has not run since
     resumed: bool = False  # its next step is the first after a preemption
     due_tokens: int = 0  # with fewer tokens computed, nothing of it can be stored
+    asked_ns: int = 0  # when the question was first asked whose answer is not taken yet
+    renewals: int = 0  # since the last promise
 
 
 class SchedulerHalf:
     """Runs on the cache's loop. `overlapping`: the engine keeps several batches in flight."""
 
-    def __init__(self, core: SchedulerConnector, layout: CacheLayout, *, overlapping: bool, load_async: bool) -> None:
+    def __init__(
+        self, core: SchedulerConnector, layout: CacheLayout, clock: Clock, *, overlapping: bool, load_async: bool
+    ) -> None:
+        self._clock = clock
         self._load_async = load_async
         self._core = core
         self._layout = layout
@@ -88,16 +102,30 @@ class SchedulerHalf:
             known.loading = False
             self._stranded[request.request_id] = None
             return None, False
+        if self._renew_if_old(known) > RENEWALS_MAX:
+            return 0, False
         tokens, load_async = self._core.matched_tokens(_view(request), local_tokens)
+        if tokens:
+            known.renewals = 0
         if load_async and self._stranded.keys() - {request.request_id}:
             return None, False
         return tokens, load_async
+
+    def _renew_if_old(self, known: _Known) -> int:
+        now_ns = self._clock.now_ns()
+        if not known.asked_ns:
+            known.asked_ns = now_ns
+        elif now_ns - known.asked_ns > ANSWER_NS_MAX:
+            known.asked_ns = now_ns
+            known.renewals += 1
+            self._core.preempted(known.request.request_id)  # whatever was found for it, another attempt begins
+        return known.renewals
 
     async def after_alloc(self, request: Any, table: BlockTable, external_tokens: int) -> None:
         self._catch_up_report()
         known = self._look_at(request)
         self._take_table(known, table)
-        known.due_tokens = 0
+        known.due_tokens = known.asked_ns = known.renewals = 0
         known.loading = external_tokens > 0 and self._load_async
         self._stranded.pop(request.request_id, None)
         self._core.after_alloc(_view(request), table, external_tokens)
@@ -115,7 +143,7 @@ class SchedulerHalf:
         known = self._known[request.request_id]
         if request.num_preemptions > known.preemptions:
             known.preemptions = request.num_preemptions
-            known.table, known.resumed, known.due_tokens = (), True, 0
+            known.table, known.resumed, known.due_tokens, known.asked_ns = (), True, 0, 0
             self._core.preempted(request.request_id)
         return known
 

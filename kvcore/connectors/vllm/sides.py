@@ -25,7 +25,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kvcore.admission import Limits
@@ -39,7 +39,7 @@ from kvcore.connectors.worker import WorkerConnector
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace
-from kvcore.ports import CopyEngine
+from kvcore.ports import Clock, CopyEngine
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.loop_thread import LoopThread
@@ -81,6 +81,9 @@ class Side(Protocol):
 
     @property
     def hasher(self) -> BlockHasher: ...
+
+    @property
+    def clock(self) -> Clock: ...
 
     @property
     def noted(self) -> NotedStores | None: ...
@@ -164,6 +167,7 @@ class RemoteSide:
     scheduler: SchedulerConnector | None = None
     worker: WorkerConnector | None = None
     device: CopyEngine | None = None
+    clock: Clock = field(default_factory=SystemClock)
     noted: NotedStores | None = None
 
     async def leave(self) -> None:
