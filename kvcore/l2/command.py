@@ -1,10 +1,11 @@
-"""`kvcore store check|ls|stat|verify|clear URL`: an operator and a store, without a server.
+"""`kvcore store check|ls|stat|verify|clear URL`: an operator and a store, without a server. And `kvcore store pool`.
 
     check    run the conformance suite against it, with keys of its own that are deleted again
     ls       what is there
     stat     how much, by model
     verify   read every record and judge it; `--remove` deletes the bad ones
     clear    delete what is there, all or one model's or one tenant's
+    pool     be the memory behind nixl+ucx://SOCKET until SIGTERM or SIGINT (`kvcore.l2.nixl_pool_server`)
 
 A store that belongs to one process at a time cannot be looked at while a server has it; a shared one can. An exclusive
 store is cleaned of unreadable leftovers when it is opened, as at every start.
@@ -19,17 +20,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvcore.config.values import parse_size
 from kvcore.errors import CallerError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2.checks.bed import Bed, Opening, Traits
 from kvcore.l2.checks.suite import CHECKS, Check, Verdict, name_of, run_check
 from kvcore.l2.envelope import Defect
 from kvcore.l2.inspect import Inspector, Listed
+from kvcore.l2.nixl_pool_server import PoolServer
 from kvcore.l2.open import StoreSpec, parse_store
 from kvcore.l2.wrapped import CountingAdapter
 from kvcore.l2.wrapped_backend import AnyBackend, is_shared
@@ -65,6 +69,14 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             action.add_argument("--remove", action="store_true", help="delete what is bad")
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="do not ask")
+    pool = actions.add_parser(
+        "pool",
+        help="memory that processes of this machine share, for nixl+ucx://",
+        description="Hold memory that the processes of this machine share through nixl+ucx://SOCKET, until SIGTERM.",
+    )
+    pool.add_argument("socket", metavar="SOCKET", help="path of the unix socket to listen on")
+    pool.add_argument("--memory", metavar="SIZE", required=True, help="how much, such as 64GiB")
+    pool.set_defaults(run=_pool)
 
 
 def _action(
@@ -244,3 +256,15 @@ def _agreed(question: str) -> bool:
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# -- pool
+
+
+def _pool(arguments: argparse.Namespace) -> int:
+    server = PoolServer(arguments.socket, parse_size(arguments.memory))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.close())
+    print(f"kvcore store pool: ready, nixl+ucx://{arguments.socket}", file=sys.stderr, flush=True)
+    server.serve()
+    return 0

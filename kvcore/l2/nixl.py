@@ -26,23 +26,19 @@ region is held, and so stays mapped, until `close` and the end of each agent's l
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from kvcore.errors import ConfigError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import envelope
 from kvcore.l2.envelope import Defect
 from kvcore.l2.fs import FsBackend, FsOptions, _identity
-from kvcore.runtime.calls import pause
+from kvcore.l2.nixl_agent import NixlAgent, Span
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.files import flush_directory
 
@@ -50,8 +46,6 @@ ENGINES = {"": {}, "aio": {"use_aio": "true"}, "uring": {"use_uring": "true"}, "
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_FRAME_BYTES_MIN = 64 * 1024
-_POLL_S = 0.00005
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,64 +57,15 @@ class NixlOptions:
     fsync: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Registered memory: where it begins and how long it is."""
-
-    first: int
-    length: int
-
-    @classmethod
-    def of(cls, view: memoryview) -> _Span:
-        return cls(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0, len(view))
-
-    def holds(self, other: _Span) -> bool:
-        return self.first <= other.first and other.first + other.length <= self.first + self.length
-
-
-class _Known(NamedTuple):
-    """A region as an agent knows it. The view keeps it mapped."""
-
-    place: _Span
-    view: memoryview
-    registration: Any
-
-
-class _Agent:
-    """One NIXL agent with its frame. Used by one thread at a time."""
+class _Agent(NixlAgent):
+    """An agent that moves bytes to and from files."""
 
     def __init__(self, name: str, engine: str) -> None:
-        api = _api()
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._native = api.nixl_agent(name, config)
-        self._native.create_backend("POSIX", dict(ENGINES[engine]))
-        self._regions: list[_Known] = []
-        self._frames: list[np.ndarray[Any, Any]] = []  # the last one is in use; the others stay mapped
-
-    def registered(self, view: memoryview, regions: Sequence[memoryview]) -> bool:
-        """Whether the view lies in one of `regions`, all of which are made known to this agent first."""
-        for region in regions[len(self._regions) :]:
-            place = _Span.of(region)
-            known = self._native.register_memory([(place.first, place.length, 0, "")], "DRAM")
-            self._regions.append(_Known(place, region, known))
-        span = _Span.of(view)
-        return any(known.place.holds(span) for known in self._regions)
-
-    def forget_regions(self) -> None:
-        """No transfer runs, and none begins any more."""
-        while self._regions:
-            self._native.deregister_memory(self._regions.pop().registration)
-
-    def frame(self, length: int) -> memoryview:
-        if not self._frames or len(self._frames[-1]) < length:
-            frame = np.ones(max(_FRAME_BYTES_MIN, length), np.uint8)  # ones: touched, not promised
-            self._native.register_memory([(frame.__array_interface__["data"][0], len(frame), 0, "")], "DRAM")
-            self._frames.append(frame)
-        return self._frames[-1].data[:length]
+        super().__init__(name, "POSIX", ENGINES[engine])
 
     def move(self, operation: str, fd: int, parts: Sequence[memoryview]) -> None:
         """READ or WRITE the parts from or to the start of the file. OSError: it did not work."""
-        spans = [_Span.of(part) for part in parts if len(part)]
+        spans = [Span.of(part) for part in parts if len(part)]
         total = sum(span.length for span in spans)
         file = self._native.register_memory([(0, total, fd, "")], "FILE")
         try:
@@ -130,23 +75,11 @@ class _Agent:
         finally:
             self._native.deregister_memory(file)
 
-    def _transfer(self, operation: str, fd: int, spans: Sequence[_Span]) -> None:
+    def _transfer(self, operation: str, fd: int, spans: Sequence[Span]) -> None:
         starts = [sum(span.length for span in spans[:at]) for at in range(len(spans))]
         memory = self._native.get_xfer_descs([(span.first, span.length, 0) for span in spans], "DRAM")
         place = self._native.get_xfer_descs([(at, span.length, fd) for at, span in zip(starts, spans)], "FILE")
-        handle = self._native.initialize_xfer(operation, memory, place, self._native.name)
-        try:
-            self._wait(handle, self._native.transfer(handle))
-        finally:
-            self._native.release_xfer_handle(handle)
-
-    def _wait(self, handle: Any, state: str) -> None:
-        while state == "PROC":
-            state = self._native.check_xfer_state(handle)
-            if state == "PROC":
-                pause(_POLL_S)
-        if state != "DONE":
-            raise OSError(errno.EIO, f"a NIXL transfer ended as {state}")
+        self.transfer(operation, memory, place, self._native.name)
 
 
 class NixlBackend(FsBackend):
@@ -281,20 +214,6 @@ def _check_options(options: NixlOptions) -> None:
         raise ConfigError(f"NIXL's engine is one of {', '.join(filter(None, ENGINES))}, not {options.engine[:40]!r}")
     if not options.directory.startswith("/") or options.directory.strip("/") == "":
         raise ConfigError("a NIXL store needs an absolute path of its own: nixl+posix:///mnt/shared/kv")
-
-
-def _api() -> Any:
-    """The package. Its import sets up logging for the whole process; that is taken back."""
-    raises = logging.raiseExceptions
-    try:
-        import nixl_cu12._api as api
-    except ImportError as error:
-        raise ConfigError(f"NIXL cannot be loaded ({error}): pip install --no-deps nixl-cu12") from error
-    finally:
-        logging.raiseExceptions = raises
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-    return api
 
 
 def open_backend(options: NixlOptions) -> NixlBackend:

@@ -8,6 +8,7 @@
     s3://bucket/prefix?endpoint=...           also gs, az, objectstore+file, objectstore+memory
     mooncake://master:50051?protocol=tcp
     nixl+posix:///var/cache/kv
+    nixl+ucx:///run/kvcore/pool.sock          memory of a `kvcore store pool`
 
 `docs/stores.md` has each store's options. These belong to every URL (`kvcore.l2.open_options`):
 

@@ -111,6 +111,10 @@ def _directory(parts: SplitResult) -> Mapping[str, Any]:
     return {"directory": _absolute(parts)}
 
 
+def _socket(parts: SplitResult) -> Mapping[str, Any]:
+    return {"path": _absolute(parts)}
+
+
 def _absolute(parts: SplitResult) -> str:
     """The path of a store on this machine's file systems."""
     scheme = parts.scheme
@@ -192,6 +196,7 @@ SCHEMES: dict[str, Scheme] = {
     "gs": _BUCKET,
     "az": _BUCKET,
     "objectstore+file": Scheme("kvcore.l2.objectstore", "ObjectStoreOptions", _objects_in_directory, guarded=True),
+    "nixl+ucx": Scheme("kvcore.l2.nixl_ucx", "UcxOptions", _socket, guarded=True),
     "nixl+posix": Scheme("kvcore.l2.nixl", "NixlOptions", _directory, guarded=True),
     "mooncake": Scheme("kvcore.l2.mooncake", "MooncakeOptions", _mooncake, guarded=True),
     "objectstore+memory": Scheme("kvcore.l2.objectstore", "ObjectStoreOptions", _objects_in_memory),

@@ -40,6 +40,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvcore.l2.breaker": _GUARDS,
     "kvcore.l2.indexed_tasks": _STORE,
     "kvcore.l2.ledger": _SHARED,
+    "kvcore.l2.nixl_pool": ("unit/test_nixl_pool.py",),
     "kvcore.l2.objectstore_names": ("stores/objectstore/test_objectstore.py",),
     "kvcore.l2.shared_backend": _SHARED,
     "kvcore.l2.shared_tasks": _SHARED,

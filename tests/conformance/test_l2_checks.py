@@ -66,7 +66,9 @@ REAL = {
     "s3": ("obstore", SHARED),
     "mooncake": ("mooncake", Traits(capacity=False)),
     "nixl+posix": ("nixl_cu12", SHARED),
+    "nixl+ucx": ("nixl_cu12", SHARED),
 }
+SLOW_TO_OPEN = ("mooncake", "nixl+ucx")
 PATIENT = ("fs", "redis", "s3", "mooncake", "nixl", "objectstore")  # stores that have a deadline of their own
 SIMULATED = [
     "memory-sim-1",
@@ -146,6 +148,12 @@ def served(store: str, path: Path) -> Iterator[Callable[[Path], str]]:
             yield lambda _: f"{where}?endpoint={server.endpoint}&region=us-east-1&{options}"
         finally:
             server.kill()
+    elif store == "nixl+ucx":
+        pool = loaded(STORES / "nixl" / "conftest.py").Pool(path)
+        try:
+            yield lambda _: f"{pool.url}?timeout_s=20&{options}"
+        finally:
+            pool.kill()
     elif store == "mooncake":
         with in_namespace(path) as cluster:
             yield lambda _: f"mooncake://{cluster.address}?lease_s=2&{options}"
@@ -180,7 +188,7 @@ def in_namespace(path: Path) -> Iterator[Any]:
 
 
 class KeptOpen(WrappedShared):
-    """Stays open over a restart of the adapter: to make a client of Mooncake takes a second."""
+    """Stays open over a restart of the adapter: to make a client of Mooncake, or an agent of UCX, takes a second."""
 
     def open(self) -> None:
         return None
@@ -195,7 +203,7 @@ def store_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     need(REAL[request.param][0])
     path = tmp_path_factory.mktemp("store")
     with served(request.param, path) as url_of:
-        kept = KeptOpen(parse_store(url_of(path)).open_backend()) if request.param == "mooncake" else None
+        kept = KeptOpen(parse_store(url_of(path)).open_backend()) if request.param in SLOW_TO_OPEN else None
         yield url_of, REAL[request.param][1], kept
         if kept is not None:
             kept.inner.close()
