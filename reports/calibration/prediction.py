@@ -42,10 +42,13 @@ class Laws:
             return self.prefill.seconds(prefix + rest)
         return self.loads[way].seconds(prefix) + self.prefill.seconds(rest, prefix)
 
-    def break_even_tokens(self, tier: str, rest: int, block_tokens: int, tokens_max: int) -> int | None:
-        return break_even(
-            self.prefill, self.loads[tier], rest_tokens=rest, block_tokens=block_tokens, tokens_max=tokens_max
-        )
+    def break_even_tokens(
+        self, tier: str, rest: int, block_tokens: int, tokens_max: int, load_factor: float = 1.0
+    ) -> int | None:
+        """In whole blocks; None: at no length up to `tokens_max`. `load_factor`: with loads so much slower."""
+        load = self.loads[tier]
+        load = LineLoad(load.wait_s * load_factor, load.token_s * load_factor)
+        return break_even(self.prefill, load, rest_tokens=rest, block_tokens=block_tokens, tokens_max=tokens_max)
 
 
 @dataclass(frozen=True, slots=True)

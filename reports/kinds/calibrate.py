@@ -8,6 +8,7 @@ what a real engine with a real cache does. Loads come from L1 and from a file L2
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -261,11 +262,16 @@ def _from(tokens: float | None) -> str:
     return "at no length tried" if tokens is None else f"from {tokens:.0f} tokens on"
 
 
-def _break_evens(ask: Ask, measured: Measured, tier: Way) -> tuple[int | None, float | None]:
+def _break_evens(ask: Ask, measured: Measured, tier: Way) -> tuple[int | None, int | None]:
+    """Predicted and measured; both in whole chunks, since nothing else is ever loaded."""
+    found = measured_break_even(_curve(measured, "recompute"), _curve(measured, tier))
+    return _predicted(ask, measured, tier), None if found is None else math.ceil(found / CHUNK_TOKENS) * CHUNK_TOKENS
+
+
+def _predicted(ask: Ask, measured: Measured, tier: Way, load_factor: float = 1.0) -> int | None:
     assert measured.laws is not None
     longest = (tokens_max() - ask.rest) // CHUNK_TOKENS * CHUNK_TOKENS
-    predicted = measured.laws.break_even_tokens(tier, ask.rest, CHUNK_TOKENS, longest)
-    return predicted, measured_break_even(_curve(measured, "recompute"), _curve(measured, tier))
+    return measured.laws.break_even_tokens(tier, ask.rest, CHUNK_TOKENS, longest, load_factor)
 
 
 def _curve(measured: Measured, way: Way) -> list[tuple[int, float]]:
@@ -276,17 +282,21 @@ def _break_even_table(ask: Ask, measured: Measured) -> Table:
     columns = (
         Column("tier", "Loaded from"),
         Column("predicted_tokens", "Predicted break-even", "count", "in whole chunks"),
+        Column("low_tokens", "Loads faster by the bar", "count", f"the same with loads {ERROR_BAR:.0%} faster"),
+        Column("high_tokens", "Slower by the bar", "count", f"the same with loads {ERROR_BAR:.0%} slower"),
         Column(
             "measured_tokens",
             "Measured break-even",
             "count",
-            "crossing of the measured curves, straight between points",
+            "crossing of the measured curves, straight between points, up to the next whole chunk",
         ),
     )
     rows: list[dict[str, Value]] = []
     for tier in TIERS if measured.points else ():
         predicted, found = _break_evens(ask, measured, tier)
-        rows.append({"tier": tier, "predicted_tokens": predicted, "measured_tokens": found})
+        low, high = (_predicted(ask, measured, tier, 1 + sign * ERROR_BAR) for sign in (-1, 1))
+        row: dict[str, Value] = {"tier": tier, "predicted_tokens": predicted, "measured_tokens": found}
+        rows.append({**row, "low_tokens": low, "high_tokens": high})
     return Table("break_even", "Break-even, predicted and measured", columns, rows, ("tier",))
 
 

@@ -144,3 +144,24 @@ def test_prefixes_must_be_whole_chunks_that_the_engine_can_hold() -> None:
         calibrate.checked((20,), 16, 7, None, 0)
     with pytest.raises(ConfigError, match="may have 512 tokens"):
         calibrate.checked(None, 512, 7, None, 0)
+
+
+def test_break_evens_are_compared_in_whole_chunks_and_with_what_the_bar_allows() -> None:
+    """Runs that come out exactly as predicted cross where the laws do; a bar's worth of error moves that far."""
+    ask = calibrate.Ask()
+    points = [
+        Point(way, prefix, seconds, seconds, seconds, 14, 0.0)
+        for way in calibrate.WAYS
+        for prefix in ask.prefixes
+        for seconds in [LAWS.ttft_s(way, prefix, ask.rest)]
+    ]
+    rows = calibrate._break_even_table(ask, calibrate.Measured(laws=LAWS, points=points)).rows
+    low, predicted, high = (rows[0][name] for name in ("low_tokens", "predicted_tokens", "high_tokens"))
+    assert int(str(low)) < int(str(predicted)) < int(str(high))
+    assert rows[1]["high_tokens"] is None, "so much slower, L2 pays at no length tried"
+    for row in rows:
+        measured, predicted = row["measured_tokens"], row["predicted_tokens"]
+        assert isinstance(measured, int)
+        assert isinstance(predicted, int)
+        assert measured % CHUNK_TOKENS == 0
+        assert abs(measured - predicted) <= CHUNK_TOKENS
