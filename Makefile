@@ -2,13 +2,13 @@
 #   make ladder   the main job: the five rungs and the replay, over the whole matrix
 #   make test     all tests      make check  lint, types, import contracts, dead code
 #   make vllm     the real vLLM scheduler on the ladder, in .venv-vllm (1.8 GB); skipped loudly where it cannot install
-#   make ladder-vllm    the rungs on the real vLLM engine with tiny random models, on the CPU
+#   make ladder-vllm    the rungs on the real vLLM engine with tiny random models, on the CPU; ladder-vllm-short: minutes
 #   make bench    ratios and microbenchmarks    make wheel  what users install, into dist/
 #   make ladder-torch   the rungs on a real transformer, in separate processes
 #   make storm-rungs    rungs 5 to 8: faults, crashes, the whole swarm      make zoo   does the harness find planted bugs?
 #   make storm          real processes killed, stopped and cut off
 #   make soak           hours of all that      make mutation   mutants of the pure core against the tests
-#   make bench-peers    the server beside another cache's, in .venv-peers
+#   make bench-peers    libraries and server beside another cache's, and the contracts of both, in .venv-peers
 #   make report   the sample reports, into reports/samples/    make pages   the pages of reports in a real browser
 #   make structure   how the tree is built, in figures; fails on an import cycle or a module that is too long
 #   make release-check   both archives built from the last commit, looked into, installed, used and removed in a fresh venv
@@ -31,7 +31,7 @@ TORCH_STAMP := $(VENV)/.kvcore-torch
 SERVERS_STAMP := $(VENV)/.kvcore-servers
 TIME = @start=$$(date +%s); { $(1); }; code=$$?; echo "[$(patsubst $(SERVERS_STAMP),servers,$(patsubst $(TORCH_STAMP),torch,$(patsubst $(STAMP),setup,$@))): $$(( $$(date +%s) - start )) s]"; exit $$code
 
-.PHONY: structure release-check ladder-vllm report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
+.PHONY: ladder-vllm-short structure release-check ladder-vllm report pages setup ladder ladder-torch storm-rungs storm zoo soak mutation bench-peers test vllm check bench wheel clean system
 
 setup: $(STAMP)
 
@@ -76,7 +76,7 @@ pages: $(STAMP)
 	$(call TIME,$(BIN)/python -m pytest -n 0 tests/reports/pages)
 
 bench-peers: $(STAMP)
-	$(call TIME,$(BIN)/python scripts/bench_peers.py)
+	$(call TIME,$(BIN)/python scripts/bench_peers.py && $(BIN)/python -m pytest -n 0 tests/bench/test_conformance_lmcache.py)
 
 ladder-torch: $(TORCH_STAMP)
 	$(call TIME,$(BIN)/kvcore ladder --target torch)
@@ -89,7 +89,13 @@ vllm:
 	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm -m "not vllm"; })
 
 ladder-vllm:
-	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m kvcore.cli ladder --target vllm; })
+	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || { export OMP_NUM_THREADS=1; \
+		$(VLLM_PYTHON) -m kvcore.cli ladder --target vllm && $(VLLM_PYTHON) -m pytest tests/vllm -m "vllm and not ladder"; }; })
+
+# The short form, for every build: two configurations, planted bugs, other connectors.
+ladder-vllm-short:
+	$(call TIME,$(PYTHON) scripts/vllm_env.py && { [ ! -f $(VLLM_STAMP) ] || OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm \
+		-m "ladder and vllm" -n $(JOBS) --dist loadfile; })
 
 check: $(STAMP)
 	$(call TIME,$(BIN)/python scripts/check.py)

@@ -29,6 +29,7 @@ from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngi
 from lmcache.v1.multiprocess.transfer_context.base import EngineDrivenContextMetadata
 from lmcache.v1.multiprocess.transfer_context.shm import EngineDrivenContextShm
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+from peers.inputs import Watch
 
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
@@ -112,20 +113,21 @@ class Peer:
             self._source, self._target = self._pages(batch, 1.0), self._pages(batch, 2.0)
         tokens = (turn, *_prompt(batch)[1:])
         key = _key(f"c{turn}", tokens, 0)
-        begin = time.perf_counter()
+        watch = Watch()
         self._store(key, self._source)
-        stored = time.perf_counter() - begin
+        watch.stop("store")
         self._client.lookup(key.no_worker_id_version(), 1).result(PATIENCE_S)
         assert self._client.wait_prefetch_status(key.request_id, PATIENCE_S).result(PATIENCE_S) == batch
-        begin = time.perf_counter()
+        watch.start()
         self._retrieve(key, self._target)
-        loaded = time.perf_counter() - begin
+        watch.stop("retrieve")
         assert all(bool((page == 1.0).all()) for page in self._target)
         self._client.end_session(key.request_id).result(PATIENCE_S)
-        begin = time.perf_counter()
+        watch.start()
         for source, target in zip(self._source, self._target, strict=True):
             target.copy_(source)
-        return {"store": stored, "retrieve": loaded, "plain": time.perf_counter() - begin}
+        watch.stop("plain")
+        return watch.seconds
 
     def _pages(self, count: int, value: float) -> list[torch.Tensor]:
         return [torch.full(self._shape, value, dtype=torch.float16) for _ in range(count)]
