@@ -14,32 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcore.keys import ObjectKey
-from kvcore.l2.adapter import L2Adapter, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.adapter import LockKind, LockStrength, TaskId
+from kvcore.l2.wrapped import CountingAdapter, WrappedAdapter, chosen
 
 
-class WeakLocks:
+class WeakLocks(WrappedAdapter):
     """`kvcore.l2.adapter.L2Adapter` with `LockKind.NONE` over `inner`."""
 
-    def __init__(self, inner: L2Adapter) -> None:
-        self.inner = inner
-        self.name = inner.name
+    def __init__(self, inner: CountingAdapter) -> None:
+        super().__init__(inner)
         self.lock_strength = LockStrength(LockKind.NONE)
-        self.store_notice = inner.store_notice
-        self.lookup_notice = inner.lookup_notice
-        self.load_notice = inner.load_notice
         self.unlocks_ignored = 0
         self._looked_up: dict[TaskId, list[ObjectKey]] = {}
-
-    @property
-    def work_inflight(self) -> int:
-        """Pieces of blocking work of the inner adapter that have not ended."""
-        return int(getattr(self.inner, "work_inflight", 0))
-
-    def submit_store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
-        return self.inner.submit_store(keys, buffers)
-
-    def pop_completed_stores(self) -> dict[TaskId, list[StoreAnswer]]:
-        return self.inner.pop_completed_stores()
 
     def submit_lookup_and_lock(self, keys: Sequence[ObjectKey]) -> TaskId:
         task = self.inner.submit_lookup_and_lock(keys)
@@ -49,28 +35,12 @@ class WeakLocks:
     def take_lookup(self, task: TaskId) -> int | None:
         bits = self.inner.take_lookup(task)
         if bits is not None:
-            keys = self._looked_up.pop(task)
-            self.inner.submit_unlock([key for position, key in enumerate(keys) if bits >> position & 1])
+            self.inner.submit_unlock(chosen(self._looked_up.pop(task), bits))
         return bits
-
-    def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
-        return self.inner.submit_load(keys, buffers)
-
-    def take_load(self, task: TaskId) -> int | None:
-        return self.inner.take_load(task)
 
     def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
         self.unlocks_ignored += len(keys)
 
-    def delete(self, keys: Sequence[ObjectKey]) -> None:
-        self.inner.delete(keys)
-
-    def usage(self) -> L2Usage:
-        return self.inner.usage()
-
-    def keys(self) -> list[ObjectKey]:
-        return self.inner.keys()
-
     def close(self) -> None:
         self._looked_up.clear()
-        self.inner.close()
+        super().close()
