@@ -2,7 +2,7 @@
 
 Up to three blocks of every group get a pattern through the device; the pages must then hold it, the blocks beside them
 must be untouched, and what the device reads back must be the pattern. The engine's bytes are put back, whatever
-happens. `kvcore.device.selftest` does the same for movers that work by planes.
+happens. Discovered tensors take the steps of `kvcore.device.selftest`, which knows where each byte has to lie.
 
 Groups may lie over each other, so they are checked one after the other. At registration nobody computes; the check
 begins behind everything that the engine has submitted so far (it may still be clearing its pages).
@@ -13,13 +13,16 @@ Who holds: the engine its pages. The call returns when no copy touches them any 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.device.discover import PagedKV
+from kvcore.device.paged import PagedCopy
 from kvcore.device.planes import sample_blocks
+from kvcore.device.selftest import Step, steps
 from kvcore.errors import InternalError
 from kvcore.ports import Copy, CopyEngine
 
@@ -39,6 +42,26 @@ async def check_pages(pages: Sequence[Any], device: CopyEngine) -> None:
             await _round_trip(blocks, written, group, device)
             for block in beside:
                 _compare(before[block], _bytes(blocks[block]), f"group {group}: block {block}, which nobody wrote,")
+
+
+async def check_tensors(groups: Sequence[PagedKV], device: CopyEngine) -> None:
+    """The same for discovered tensors, through paged copies. Raises InternalError."""
+    await _copy(device, (), "before it")
+    for group, kv in enumerate(groups):
+        with closing(steps(kv)) as moves:
+            for step in moves:
+                await _carry_out(step, kv, device, f"group {group}")
+
+
+async def _carry_out(step: Step, kv: PagedKV, device: CopyEngine, what: str) -> None:
+    """A copy's chunks lie on the host, the steps' where the pages are."""
+    hosts = [chunk.cpu() for chunk in step.chunks]  # the same tensors where the pages are on the host
+    chunks = [host.numpy() for host in hosts]
+    copy: Any = PagedCopy(step.direction, kv, step.rows, chunks, step.skip_tokens, what)
+    await _copy(device, [copy], what)
+    for chunk, host in zip(step.chunks, hosts, strict=True):
+        if chunk is not host:
+            chunk.copy_(host)
 
 
 async def _round_trip(blocks: Any, written: Sequence[int], group: int, device: CopyEngine) -> None:

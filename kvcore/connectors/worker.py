@@ -46,11 +46,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcore.connectors.jobs import Job, LoadJob, StoreJob, blocks_of_cells
+from kvcore.connectors.pages import ArrayPages, Pages, TensorPages
 from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.views import NO_LOADS, NULL_BLOCK, Finished, LoadTimes
 from kvcore.errors import CallerError, ConfigError, InternalError
 from kvcore.groups import CacheLayout
-from kvcore.ports import Clock, Copy, CopyEngine, CopyTicket
+from kvcore.ports import Clock, CopyEngine, CopyTicket
 from kvcore.runtime.confined import LoopConfined
 from kvcore.runtime.streams import CopyCancelled
 from kvcore.service.client import Grant, LoadCell, PageCell, StoreCell, WorkerClient
@@ -98,7 +99,7 @@ class WorkerConnector:
         rank: int,
         client: WorkerClient,
         config: WorkerConnectorConfig | None = None,
-        share: Callable[[Sequence[Any]], PageSegment] | None = None,
+        share: Callable[[Any], PageSegment] | None = None,
         clock: Clock | None = None,
     ) -> None:
         if not 0 <= rank < layout.ranks:
@@ -114,9 +115,8 @@ class WorkerConnector:
         self._share = share
         self._clock = clock
         self._config = config or WorkerConnectorConfig()
-        self._pages: Sequence[Any] = ()
+        self._pages: Pages = ArrayPages(())
         self._device: CopyEngine | None = None
-        self._parts: dict[tuple[int, int], Any] = {}
         self._meta: StepMeta | None = None
         self._jobs: dict[asyncio.Task[None], Job] = {}
         self._sync_loads: list[LoadJob] = []
@@ -131,20 +131,21 @@ class WorkerConnector:
         self._counts: Counter[str] = Counter()
         self._confined = LoopConfined()
 
-    def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
-        """Take the engine's pages: `pages[g]` is [blocks, layers, block_tokens, width].
+    def register(self, pages: TensorPages | Sequence[Any], device: CopyEngine) -> None:
+        """Take the engine's pages: arrays [blocks, layers, block_tokens, width] by group, or discovered tensors.
 
-        A block whose layers do not lie side by side is moved in the order of its axes.
+        An engine with tensors of its own registers them by `kvcore.connectors.registration`.
         """
-        if len(pages) != len(self._layout.groups):
-            raise ConfigError(f"the engine has {len(pages)} groups of pages, the layout {len(self._layout.groups)}")
+        taken: Pages = pages if isinstance(pages, TensorPages) else ArrayPages(pages)
+        if len(taken) != len(self._layout.groups):
+            raise ConfigError(f"the engine has {len(taken)} groups of pages, the layout {len(self._layout.groups)}")
         for group, spec in enumerate(self._layout.groups):
-            if pages[group][0].nbytes != spec.bytes_per_block:
+            if taken.block_bytes(group) != spec.bytes_per_block:
                 raise ConfigError(
-                    f"group {group}: the engine's block has {pages[group][0].nbytes} bytes, the layout says "
+                    f"group {group}: the engine's block has {taken.block_bytes(group)} bytes, the layout says "
                     f"{spec.bytes_per_block}; build the layout from the engine's own pages"
                 )
-        self._pages, self._device, self._parts = pages, device, {}
+        self._pages, self._device = taken, device
         if self._by_server:
             assert self._share is not None
             self._client.pages.share(self._share(pages))
@@ -286,13 +287,8 @@ class WorkerConnector:
         self._counts["cells_stored"] += len(moved)
         self._counts["bytes_stored"] += sum(self._layout.cell_bytes(plan.cells[index].group) for index in moved)
 
-    def _store_moves(self, cell: CellBlocks, view: memoryview) -> list[Copy]:
-        size = self._layout.groups[cell.group].bytes_per_block
-        assert NULL_BLOCK not in cell.blocks
-        return [
-            Copy(self._part(cell.group, block), view[index * size : (index + 1) * size], "store", block)
-            for index, block in enumerate(cell.blocks)
-        ]
+    def _store_moves(self, cell: CellBlocks, view: memoryview) -> list[Any]:
+        return self._pages.out_of(cell.group, cell.blocks, view)
 
     # ------------------------------------------------------------------ loads
 
@@ -305,13 +301,8 @@ class WorkerConnector:
         held = await self._client.close_read(plan.session, plan.generation, cells)
         self._report_load(job, [index in moved and held[index] for index in range(len(cells))])
 
-    def _load_moves(self, cell: CellBlocks, view: memoryview) -> list[Copy]:
-        size = self._layout.groups[cell.group].bytes_per_block
-        return [
-            Copy(view[index * size : (index + 1) * size], self._part(cell.group, block), "load", block)
-            for index, block in enumerate(cell.blocks)
-            if block != NULL_BLOCK
-        ]
+    def _load_moves(self, cell: CellBlocks, view: memoryview) -> list[Any]:
+        return self._pages.into(cell.group, cell.blocks, view)
 
     def _report_load(self, job: LoadJob, good: Sequence[bool]) -> None:
         plan = job.plan
@@ -383,7 +374,7 @@ class WorkerConnector:
             if grant is None or len(grant.view) != self._layout.cell_bytes(cell.group):
                 del job.cells[index]
 
-    async def _copy(self, job: Job, stream: str, moves_of: Callable[[int], list[Copy]]) -> frozenset[int]:
+    async def _copy(self, job: Job, stream: str, moves_of: Callable[[int], list[Any]]) -> frozenset[int]:
         """Move the bytes of the job's cells. Returns the positions of those that have arrived."""
         job.begin_copies(
             {index: ticket for index in job.cells if (ticket := self._submit(moves_of(index), stream, job))}
@@ -403,7 +394,7 @@ class WorkerConnector:
             ) from None
         return job.end_copies()
 
-    def _submit(self, moves: Sequence[Copy], stream: str, job: Job) -> CopyTicket | None:
+    def _submit(self, moves: Sequence[Any], stream: str, job: Job) -> CopyTicket | None:
         """None: the device does not take it. That is a failed cell; a wrong call is our mistake and ends the job."""
         try:
             return self._engine.submit(moves, stream=stream, after=(job.after,))
@@ -412,14 +403,6 @@ class WorkerConnector:
         except Exception:
             self._counts["copies_refused"] += 1
             return None
-
-    def _part(self, group: int, block: int) -> Any:
-        part = self._parts.get((group, block))
-        if part is None:
-            page = self._pages[group][block]
-            view = memoryview(page)
-            part = self._parts[group, block] = view.cast("B") if view.c_contiguous else page
-        return part
 
     @property
     def _engine(self) -> CopyEngine:

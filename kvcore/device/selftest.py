@@ -13,19 +13,21 @@ each other are alike:
 The engine's bytes are kept before and put back after, whatever happens; at registration nobody computes. A difference
 raises InternalError with its place: two layouts that were mixed up, or a broken mover. Serving must not begin.
 
-The connector runs the same idea through its copy engine (`connectors/page_check.py`).
+The connector runs the same steps through its copy engine (`connectors/page_check.py`).
 
 Who holds: the engine its blocks. The call returns when all is back in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.device import reference
 from kvcore.device.discover import PagedKV
+from kvcore.device.paged import Direction
 from kvcore.device.planes import sample_blocks
 from kvcore.device.reference import import_torch
 from kvcore.errors import InternalError
@@ -39,38 +41,61 @@ Scatter: TypeAlias = Callable[[PagedKV, Any, Sequence["torch.Tensor"], Sequence[
 _POISON = 0xA5
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move of the test: `rows` of one block each, a chunk of `kv.device` per row."""
+
+    direction: Direction
+    rows: list[list[int]]
+    chunks: list[Any]
+    skip_tokens: list[int] | None = None
+
+
 def check_round_trip(kv: PagedKV, gather: Gather = reference.gather, scatter: Scatter = reference.scatter) -> None:
     """See the module text. `gather` and `scatter` return when the bytes are in place, or order them on torch's stream.
 
     Raises InternalError.
     """
+    with closing(steps(kv)) as moves:
+        for step in moves:
+            if step.direction is Direction.GATHER:
+                gather(kv, step.rows, step.chunks)
+            else:
+                scatter(kv, step.rows, step.chunks, step.skip_tokens)
+
+
+def steps(kv: PagedKV) -> Generator[Step]:
+    """The moves of the round trip, each to be carried out before the next is asked for. Close it, whatever happens."""
     blocks = sample_blocks(kv.layout.num_blocks)
     beside = sorted({block + step for block in blocks for step in (-1, 1)} - set(blocks))
     beside = [block for block in beside if 0 <= block < kv.layout.num_blocks]
     with _kept(kv, [*blocks, *beside]) as before:
-        _check(kv, [[block] for block in blocks], gather, scatter)
+        yield from _round_trip(kv, [[block] for block in blocks])
         for index, block in enumerate(beside, len(blocks)):
             _compare(kv, block, before[index], "the block beside one that was written")
 
 
-def _check(kv: PagedKV, rows: list[list[int]], gather: Gather, scatter: Scatter) -> None:
+def _round_trip(kv: PagedKV, rows: list[list[int]]) -> Iterator[Step]:
     size = kv.planes.block_bytes
     patterns = [_pattern(kv, size, salt) for salt in range(len(rows))]
-    scatter(kv, rows, patterns, None)
-    for (block,), pattern in zip(rows, patterns, strict=True):
-        _compare(kv, block, pattern, "a block that was written")
+    yield Step(Direction.SCATTER, rows, patterns)
+    _compare_all(kv, rows, patterns, "a block that was written")
     if kv.planes.token_separable and kv.layout.block_tokens > 1:
         skip = kv.layout.block_tokens // 2
         over = [_pattern(kv, size, salt + len(rows)) for salt in range(len(rows))]
-        scatter(kv, rows, over, [skip] * len(rows))
+        yield Step(Direction.SCATTER, rows, over, [skip] * len(rows))
         patterns = [_joined(kv, pattern, new, skip) for pattern, new in zip(patterns, over, strict=True)]
-        for (block,), pattern in zip(rows, patterns, strict=True):
-            _compare(kv, block, pattern, f"a block that was written behind {skip} tokens")
+        _compare_all(kv, rows, patterns, f"a block that was written behind {skip} tokens")
     chunks = [pattern.new_full((size,), _POISON) for pattern in patterns]
-    gather(kv, rows, chunks)
+    yield Step(Direction.GATHER, rows, chunks)
     for (block,), pattern, chunk in zip(rows, patterns, chunks, strict=True):
         if not pattern.equal(chunk):
             raise InternalError(_text(kv, block, "a chunk that was gathered", _first_difference(pattern, chunk)))
+
+
+def _compare_all(kv: PagedKV, rows: list[list[int]], patterns: Sequence[Any], what: str) -> None:
+    for (block,), pattern in zip(rows, patterns, strict=True):
+        _compare(kv, block, pattern, what)
 
 
 def _pattern(kv: PagedKV, size: int, salt: int) -> Any:

@@ -148,7 +148,11 @@ MUTANTS = (
         "I",
         "the other ranks report a load without having copied anything (R42)",
         "bytes output",
-        Edit(f"{_WORKER}._load_moves", "if block != NULL_BLOCK", "if block != NULL_BLOCK and self._rank == 0"),
+        Edit(
+            f"{_WORKER}._load_moves",
+            "return self._pages.into(cell.group, cell.blocks, view)",
+            "return self._pages.into(cell.group, cell.blocks, view) if self._rank == 0 else []",
+        ),
     ),
     safe(
         "sent_is_reported_at_once",

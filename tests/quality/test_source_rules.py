@@ -40,6 +40,8 @@ SHELL = {
     "kvcore.connectors.interface",
     "kvcore.connectors.jobs",
     "kvcore.connectors.page_check",
+    "kvcore.connectors.pages",
+    "kvcore.connectors.registration",
     "kvcore.connectors.scheduler",
     "kvcore.connectors.worker",
     "kvcore.deadlines",
