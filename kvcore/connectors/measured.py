@@ -64,6 +64,7 @@ _STEPS_MAX = 64
 """Steps that have begun and are not known to have ended. More: somebody does not tell; all are forgotten."""
 _LOOKUP, _LOAD = 0, 1
 _EVER = 1 << 62
+_SAMPLES_MIN = 4
 _NO_WAIT = Link(Line(0.0, 0.0))
 
 
@@ -91,6 +92,33 @@ class AdmissionStatistics:
     prefill_token_s: float | None
     load_byte_s: float | None
     lookup_byte_s: float | None
+
+
+class _Way:
+    """A meter that says nothing before it was told `_SAMPLES_MIN` times. The very first sample is a warm-up (threads,
+    pages and connections are made) and is left out: one slow load must not close a way."""
+
+    __slots__ = ("_meter", "_samples", "_warm")
+
+    def __init__(self) -> None:
+        self._meter = LineMeter()
+        self._samples = 0
+        self._warm = False
+
+    def add(self, size: float, seconds: float) -> None:
+        if not self._warm:
+            self._warm = True
+            return
+        self._samples += 1
+        self._meter.add(size, seconds)
+
+    def begin_anew(self) -> None:
+        """What was told so far is too old to count."""
+        self._meter, self._samples = LineMeter(), 0
+
+    @property
+    def line(self) -> Line | None:
+        return self._meter.line if self._samples >= _SAMPLES_MIN else None
 
 
 class _Prompts:
@@ -136,8 +164,8 @@ class LoadIfItPays:
         self._steps: deque[_Step] = deque()
         self._last_end_s = 0.0
         self._prefill, self._gpu_busy, self._gpu_rate = PrefillMeter(), ShareMeter(), ShareMeter()
-        self._load, self._load_busy, self._load_rate = LineMeter(), ShareMeter(), ShareMeter()
-        self._lookup, self._tail = LineMeter(), TailMeter()
+        self._load, self._load_busy, self._load_rate = _Way(), ShareMeter(), ShareMeter()
+        self._lookup, self._tail = _Way(), TailMeter()
         self._loads_refused = self._lookups_refused = 0  # in a row
         self._probing: dict[str, int] = {}  # generation whose lookup is waited for in any case
         self._counts: Counter[str] = Counter()
@@ -284,7 +312,7 @@ class LoadIfItPays:
         if decision.reason is Reason.NOTHING:
             return found
         if decision.reason is Reason.PROBE:
-            self._load = LineMeter()  # what it was, long ago, must not outvote what it is
+            self._load.begin_anew()  # what it was, long ago, must not outvote what it is
         self._counts["load" if decision.tokens else "compute"] += 1
         self._loads_refused = 0 if decision.tokens else self._loads_refused + 1
         return self._nearest(tracker, decision.tokens + local_tokens, local_tokens) if decision.tokens else 0

@@ -69,7 +69,7 @@ def test_on_the_rungs_nothing_depends_on_what_is_refused(admission: str, monkeyp
     monkeypatch.setattr(sim, "floors_for", lambda requests: dict.fromkeys(FLOORS, Floors()))
     monkeypatch.setattr("kvcore.ladder.stack.admission_for", watched)
     cell = MatrixCell.parse("full+window/r1/s1/async")
-    result = climb_all(LadderOptions(requests=24, families=5, cells=(cell,)))
+    result = climb_all(LadderOptions(requests=16, families=4, cells=(cell,)))
     assert result.cells[0].verdict == "pass", [rung.problems for rung in result.cells[0].rungs]
     assert sum(rung.counts.loads_verified for rung in result.cells[0].rungs)
     if admission == "if-it-pays":
