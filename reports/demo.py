@@ -106,7 +106,13 @@ def _climb(cells: Sequence[str]) -> LadderResult:
     from kvcore.ladder.matrix import MatrixCell
     from kvcore.ladder.options import LadderOptions
 
-    return climb_all(LadderOptions(cells=tuple(map(MatrixCell.parse, cells)), requests=REQUESTS))
+    class Everywhere(LadderOptions):
+        """The same on every machine: generated requests, also where a trace lies beside the checkout."""
+
+        def default_trace(self) -> None:
+            return None
+
+    return climb_all(Everywhere(cells=tuple(map(MatrixCell.parse, cells)), requests=REQUESTS))
 
 
 def rungs(result: LadderResult) -> Iterator[str]:

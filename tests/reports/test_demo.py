@@ -39,8 +39,9 @@ def test_without_the_simulation_it_says_so_before_it_begins(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_configuration")
 def test_without_matplotlib_everything_but_the_pictures_is_shown(
-    one_configuration: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     absent(monkeypatch, "matplotlib")
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
@@ -55,8 +56,9 @@ def test_without_matplotlib_everything_but_the_pictures_is_shown(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_configuration")
 def test_a_bug_that_nobody_sees_is_exit_status_1(
-    one_configuration: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A climb that leaves out the rung that preempts."""
     from kvcore.ladder.climb import climb_all
