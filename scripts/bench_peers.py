@@ -62,11 +62,11 @@ def draw(found: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="kvcore and LMCache, side by side.")
     parser.add_argument("--python", type=Path, help="an interpreter that has torch and LMCache already")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a first impression")
+    parser.add_argument("--quick", action="store_true", help="fewer lookups in a round")
     parser.add_argument("--library", action="store_true", help="without the servers")
     parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE", help=f"default {RESULT.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    sizes = servers.Sizes(rounds=3, lookups=256, long_lookups=3) if arguments.quick else servers.Sizes()
+    sizes = servers.Sizes(lookups=256, long_lookups=3) if arguments.quick else servers.Sizes()
     try:
         python = arguments.python or peer_python()
         found = measure(python, sizes, PARTS[:1] if arguments.library else PARTS)

@@ -82,8 +82,7 @@ class _Run:
 
     def step(self, move: Move) -> Step | None:
         """None: the move means nothing here."""
-        act: Callable[[Move], Step | None] = getattr(self, f"_{move.call}")
-        return act(move)
+        return _ACTS[move.call](self, move)
 
     def _asked(self, move: Move, expected: tuple[Words, ...], ask: Callable[[], Sequence[str]]) -> Step:
         try:
@@ -198,4 +197,19 @@ def _is_harm(call: str, expected: tuple[Words, ...], meant: Sequence[Words]) -> 
     )
 
 
-assert set(WORDS) <= {name[1:] for name in vars(_Run)}
+_ACTS: dict[str, Callable[[_Run, Move], Step | None]] = {
+    "reserve_write": _Run._reserve_write,
+    "finish_write": _Run._finish_write,
+    "publish_and_read": _Run._publish_and_read,
+    "abort_write": _Run._abort_write,
+    "begin_copy": _Run._begin_copy,
+    "end_copy": _Run._end_copy,
+    "write": _Run._write,
+    "reserve_read": _Run._reserve_read,
+    "read": _Run._read,
+    "finish_read": _Run._finish_read,
+    "delete": _Run._delete,
+    "pass_time": _Run._pass_time,
+    "used": _Run._used,
+}
+assert set(WORDS) <= set(_ACTS)

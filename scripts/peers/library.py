@@ -71,7 +71,7 @@ def _fold(side: Talker, name: str, times: int = 1) -> dict[str, float]:
 
 
 def _round(side: Talker) -> dict[str, float]:
-    taken = {"hash_list": side.ask("hash_list", times=HASHES)}
+    taken = {"hash_list": side.ask("hashes", times=HASHES)}
     taken |= {f"fold_{name}": _fold(side, name, FOLDS) for name in ("full", "holes")}
     for batch in CYCLE_BATCHES:
         answer = side.ask("cycle", batch=batch, times=CYCLE_KEYS // batch)

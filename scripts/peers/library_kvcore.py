@@ -116,7 +116,7 @@ class Kvcore:
             "python": sys.version.split()[0]
         }
 
-    def hash_list(self, times: int) -> dict[str, float]:
+    def hashes(self, times: int) -> dict[str, float]:
         return inputs.timed(lambda: self._hasher.hash_tokens(self._tokens), times)
 
     def fold(self, name: str, times: int) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Lmcache:
         found = {name: version(name) for name in ("lmcache", "torch", "blake3", "numpy", "pyzmq")}
         return found | {"python": sys.version.split()[0]}
 
-    def hash_list(self, times: int) -> dict:
+    def hashes(self, times: int) -> dict:
         return inputs.timed(lambda: self._hasher.compute_chunk_hashes(self._tokens), times)
 
     def fold(self, name: str, times: int) -> dict:

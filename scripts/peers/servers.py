@@ -28,13 +28,16 @@ from kvcore.bench.server import CHUNK_TOKENS, cpu_seconds
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
 from kvcore.service.client import LoadCell, SchedulerClient, StoreCell, WorkerClient
+from kvcore.service.connection import ConnectionConfig
 from kvcore.service.remote import RemoteConfig, ServerLink
+from kvcore.service.scheduler_client import SchedulerConfig
 from peers.environment import ROOT, Talker, last_line, process, talker
 from peers.figures import Samples, in_turns
 from peers.inputs import Watch
 
 PEER = ROOT / "scripts" / "peer_lmcache.py"
 L1_BATCHES = 4
+PATIENCE_NS = 60_000_000_000
 
 NOT_COMPARABLE = (
     "Who hashes: LMCache's client sends token ids and its server hashes them, at LOOKUP and again when locks are given "
@@ -74,6 +77,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _patient(address: str) -> RemoteConfig:
+    """Deadlines as long as the other side has them: on a loaded machine a late answer is a figure and not a miss."""
+    lookup = SchedulerConfig(lookup_timeout_ns=PATIENCE_NS, server_timeout_ns=PATIENCE_NS)
+    return RemoteConfig((address,), connection=ConnectionConfig(request_timeout_ns=PATIENCE_NS), lookup=lookup)
+
+
 class Kvcore:
     """A server of kvcore, and its own clients in this process. `page_bytes`: of one chunk."""
 
@@ -104,7 +113,7 @@ class Kvcore:
         layout = CacheLayout((group,), ranks=1, chunk_tokens=CHUNK_TOKENS)
         namespace = Namespace("peers", layout=layout.fingerprint, chunk_tokens=CHUNK_TOKENS)
         self._hasher = ChunkHasher(namespace)
-        self._link = ServerLink(self._runner.get_loop(), RemoteConfig((address,)), namespace, layout)
+        self._link = ServerLink(self._runner.get_loop(), _patient(address), namespace, layout)
         self._scheduler, self._worker = self._runner.run(self._clients())
         stack.callback(lambda: self._runner.run(self._close()))
         self._source, self._target = memoryview(b""), memoryview(bytearray())

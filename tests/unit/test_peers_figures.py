@@ -70,7 +70,7 @@ def test_kvcores_half_answers_every_command(environment, tmp_path):
     command = [sys.executable, str(SCRIPTS / "peers" / "library_kvcore.py"), str(tmp_path)]
     with environment.talker(command, tmp_path / "kvcore.log") as side:
         assert side.versions["kvcore"]
-        assert side.ask("hash_list", times=1)["us"] > 0
+        assert side.ask("hashes", times=1)["us"] > 0
         assert side.ask("fold", name="full", times=1)["length"] == 4096
         assert 2048 <= side.ask("fold", name="holes", times=1)["length"] < 4096
         assert side.ask("cycle", batch=16, times=2)["cpu_us"] > 0
