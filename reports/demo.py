@@ -43,7 +43,7 @@ CHART_LINES = 14
 
 def register(commands: Any) -> None:
     """Add `demo` to the command line (entry point `kvcore.commands`)."""
-    about = "half a minute: a climb, a planted bug and its explanation, a break-even"
+    about = "half a minute: a climb, a planted bug explained, a break-even"
     parser = commands.add_parser("demo", help=about, description=f"{about[0].upper()}{about[1:]}.")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a new folder for the pictures (default: a temporary one)"

@@ -46,6 +46,7 @@ USES = (
     Use("kvcore serve, and engines beside it", ("Python", "dependencies", "Linux", "shared memory")),
     Use("its /metrics, and a faster loop", ("extra serve",)),
     Use("kvcore ladder, sim, zoo", ("dependencies", "extra sim")),
+    Use("kvcore conformance", ("dependencies", "extra conformance")),
     Use("kvcore report", ("dependencies", "extra reports")),
     Use("kvcore demo, with its picture", ("dependencies", "extra sim", "extra reports")),
     Use("ladder --target torch, storm, report calibrate", ("Linux", "shared memory", "extra sim", "extra torch")),

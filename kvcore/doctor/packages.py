@@ -28,6 +28,7 @@ EXTRAS: Mapping[str, str] = {
     "nixl": "NIXL's file backends",
     "compress": "compressed payloads",
     "otel": "spans to OpenTelemetry",
+    "conformance": "searches of kvcore conformance",
 }
 """The extras that users choose among, and what each gives. Those for working on kvcore are not among them."""
 
