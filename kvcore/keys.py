@@ -69,6 +69,7 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 HashMode = Literal["tokens", "engine"]
 
 _NO_TOKENS = (str, bytes, bytearray, memoryview)  # sequences, and of small numbers at that, but surely not tokens
+_BOOLS = frozenset({bool, np.bool})
 
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<q")
@@ -305,9 +306,9 @@ def _token_bytes(tokens: Tokens, start: int, stop: int) -> memoryview:
 
 
 def _refuse_bools(part: list[int], values: npt.NDArray[np.uint32], start: int) -> None:
-    # True and False convert to 1 and 0: only there can one hide
+    # True and False convert to 1 and 0, and so do older numpy's own: only there can one hide
     suspects = np.flatnonzero(values <= 1)
-    if len(suspects) and bool in set(map(type, map(part.__getitem__, suspects.tolist()))):
+    if len(suspects) and not _BOOLS.isdisjoint(map(type, map(part.__getitem__, suspects.tolist()))):
         raise _bad_token(part, start)
 
 

@@ -405,12 +405,16 @@ def read_header(payload: bytes) -> Header | None:
     return Header(version, request_id, connection, incarnation)
 
 
+# What decoding raises for bytes that are no message. Older msgspec says TypeError for a map whose key is a map.
+_UNREADABLE = (msgspec.DecodeError, RecursionError, TypeError, UnicodeDecodeError)
+
+
 def read_request(payload: bytes) -> Request:
     """The request behind the header; `UndecodableError` with the code to answer otherwise."""
     body = memoryview(payload)[HEADER_BYTES:]
     try:
         return _request_decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise UndecodableError(_code_of(body), f"this is not a request: {error}") from None
 
 
@@ -418,7 +422,7 @@ def read_reply(payload: bytes) -> Reply:
     """The reply behind the header; `UndecodableError` when it is none."""
     try:
         return _reply_decoder.decode(memoryview(payload)[HEADER_BYTES:])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise UndecodableError(ErrorCode.MALFORMED, f"this is not a reply: {error}") from None
 
 
@@ -426,7 +430,7 @@ def _code_of(body: memoryview) -> ErrorCode:
     """Tell an operation we do not know from a body that is broken. Decodes without a schema, so it trusts nothing."""
     try:
         loose: Any = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except _UNREADABLE:
         return ErrorCode.MALFORMED
     operation = loose.get("op") if isinstance(loose, dict) else None
     if isinstance(operation, str) and operation not in OPERATIONS:
