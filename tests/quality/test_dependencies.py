@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -33,15 +32,9 @@ PAGE = """
 """
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("dependencies_script", ROOT / "scripts" / "dependencies.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("dependencies")
 
 
 def test_every_dependency_has_its_row(script: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = ROOT / "scripts" / "release_check.py"
-    specification = importlib.util.spec_from_file_location("release_check_script", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("release_check")
 
 
 @pytest.mark.parametrize(

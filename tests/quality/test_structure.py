@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,15 +37,9 @@ class Box:
 '''
 
 
-@pytest.fixture(scope="module")
-def structure() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("structure_script", ROOT / "scripts" / "structure.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def structure(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("structure")
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

@@ -38,6 +38,7 @@ def test_an_entry_of_any_length_has_the_slots_it_claims_and_comes_back(runs: tup
         header = header_of(chars)
         entry = encode_entry(header, runs, 5, SEED)
         assert len(entry) == slots_for(len(header), len(runs)) * SLOT_BYTES
+        assert len(runs) > 1 or slots_for(len(header)) == slots_for(len(header), 1), "one run when nothing is said"
         assert entry_slots(memoryview(entry)) == len(entry) // SLOT_BYTES
         found = decode_entry(memoryview(entry), SEED)
         assert not isinstance(found, Defect)
