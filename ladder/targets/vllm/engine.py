@@ -114,7 +114,6 @@ class TinyEngine:
         core = self._llm.llm_engine.engine_core.engine_core
         self.scheduler: Any = core.scheduler
         self._context = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        self._served = 0
         self._held: list[Any] = []
         self.steps = 0
 
