@@ -8,12 +8,12 @@ Who holds: each look its own backend. A store that hangs keeps a daemon thread, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 
 from kvcore.doctor.finding import Finding
 from kvcore.errors import KvcoreError
 from kvcore.l2.open import StoreSpec, parse_store
+from kvcore.runtime.calls import answer_within
 
 PATIENCE_S = 15.0
 """Longer than the connection time-outs of the stores themselves."""
@@ -27,15 +27,12 @@ def look(urls: Sequence[str], patience_s: float = PATIENCE_S) -> Iterator[Findin
 
 def store(spec: StoreSpec, patience_s: float) -> Finding:
     """Open it and close it."""
-    outcome: list[str] = []
-    thread = threading.Thread(target=lambda: outcome.append(_opened(spec)), name="doctor-store", daemon=True)
-    thread.start()
-    thread.join(patience_s)
+    problem = answer_within(patience_s, lambda: _opened(spec), "doctor-store")
     name = f"store {spec.shown}"
-    if not outcome:
+    if problem is None:
         return Finding(name, "broken", f"no answer within {patience_s:g} s", "is it up, and is the way to it open?")
-    if outcome[0]:
-        return Finding(name, "broken", outcome[0], "docs/stores.md says what this store needs")
+    if problem:
+        return Finding(name, "broken", problem, "docs/stores.md says what this store needs")
     return Finding(name, "ok", "opened and closed")
 
 

@@ -3,6 +3,7 @@
 * `CallGate` counts calls into something that must not be closed while one runs in it. The last one out after `close`
   closes it, in a thread of its own if that takes long.
 * `RequestThreads` runs the requests of one batch side by side, for stores whose latency is much longer than their work.
+* `answer_within` gives up waiting for a call that hangs, for commands that may end without it.
 * `pause` waits for a foreign library that announces nothing. It is for polling under another bound, never for timing.
 
 Who holds: the backend that made it. Threads end with `close`, as soon as what they run has ended.
@@ -92,6 +93,18 @@ class RequestThreads:
 def in_background(work: Callable[[], None], name: str) -> None:
     """Run `work` in a thread of its own. Not a daemon: the interpreter waits for it at its end."""
     threading.Thread(target=work, name=name).start()
+
+
+def answer_within(seconds: float, work: Callable[[], T], name: str) -> T | None:
+    """What `work` returns; None after so many seconds. It then goes on in a daemon thread, which ends with the process.
+
+    `work` raises nothing.
+    """
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(work()), name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
 
 
 def pause(seconds: float) -> None:
