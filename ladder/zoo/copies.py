@@ -1,8 +1,14 @@
-"""Mutants of copies between the engine's blocks and the cache: their order, their fences, their end (groups A, B)."""
+"""Mutants of copies between the engine's blocks and the cache: their order, their fences, their end (groups A, B).
+
+All are looked for with workers that copy; `pages` has those of servers that do.
+"""
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug, hard, safe
+from functools import partial
+
+from kvcore.ladder.zoo import mutant
+from kvcore.ladder.zoo.mutant import Edit
 
 _WORKER = "kvcore.connectors.worker:WorkerConnector"
 _SCHEDULER = "kvcore.connectors.scheduler:SchedulerConnector"
@@ -11,6 +17,10 @@ _STORE_COPIES = """\
     moved = await self._copy(job, "store", lambda index: self._store_moves(plan.cells[index], _view(grants, index)))
     await self._client.commit_store(job.tag, [index in moved for index in range(len(cells))])
 """
+
+bug = partial(mutant.bug, transfer="worker")
+hard = partial(mutant.hard, transfer="worker")
+safe = partial(mutant.safe, transfer="worker")
 
 MUTANTS = (
     bug(

@@ -1,7 +1,6 @@
 """Rungs 0 to 4 with servers that copy by themselves: no output changes, and the climb finds it when one does.
 
-The mutants of this driver live here and not in the zoo: the swarm, by which the zoo is measured, draws workers that
-copy.
+The mutants here are caught by a climb; those of the zoo (`kvcore.ladder.zoo.pages`) by the swarm.
 """
 
 from __future__ import annotations
