@@ -9,13 +9,12 @@ Who holds, announces, frees: as in `kvcore.runtime.streams`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvcore.device.movers import Mover, cpu_mover
 from kvcore.device.paged import PagedCopy, checked
-from kvcore.ports import Copy, DeviceEvent
-from kvcore.runtime.copy import Move, ThreadCopyEngine
-from kvcore.runtime.streams import Job
+from kvcore.ports import Copy
+from kvcore.runtime.copy import ThreadCopyEngine
 
 
 class CpuCopyEngine(ThreadCopyEngine):
@@ -25,14 +24,8 @@ class CpuCopyEngine(ThreadCopyEngine):
         super().__init__(loop, name)
         self.mover = mover or cpu_mover()
 
-    def submit(self, copies: Sequence[Copy | PagedCopy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> Job:
-        self._check_open()
-        job = Job(self, tuple(self._part(copy) for copy in copies))
-        self._enqueue(job, stream, after)
-        return job
-
     def _part(self, copy: Copy | PagedCopy) -> Callable[[], None]:
         if isinstance(copy, Copy):
-            return Move(copy)
+            return super()._part(copy)
         ready = checked(copy)
         return lambda: self.mover.move(ready)

@@ -97,10 +97,15 @@ class ThreadCopyEngine(StreamEngine):
         return job
 
     def submit(self, copies: Sequence[Copy], *, stream: str, after: Sequence[DeviceEvent] = ()) -> Job:
+        """Raises CallerError for a batch that cannot be; nothing is queued then."""
         self._check_open()
-        job = Job(self, tuple(Move(copy) for copy in copies))
+        job = Job(self, tuple(map(self._part, copies)))
         self._enqueue(job, stream, after)
         return job
+
+    def _part(self, copy: Copy) -> Callable[[], None]:
+        """One copy, checked and ready to be carried out in the stream's thread."""
+        return Move(copy)
 
     def _report(self, job: Job) -> None:
         if job.error is not None and not isinstance(job.error, CopyCancelled | BehindFailure):
