@@ -56,7 +56,8 @@ from kvcore.ports import Clock, Executor, Files, Notice
 from kvcore.quota import Quota
 
 MARKER_NAME = "kvcore-l2.json"
-MARKER = json.dumps({"format": "kvcore-l2", "version": envelope.FORMAT_VERSION}).encode() + b"\n"
+# The version of the layout of names; records say their own.
+MARKER = json.dumps({"format": "kvcore-l2", "version": 1}).encode() + b"\n"
 
 _MARKER_BYTES_MAX = 4096
 _HEAD_BYTES = 1024  # read at scan; longer headers are read a second time

@@ -61,7 +61,8 @@ from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.files import flush_directory, read_at, write_new
 
 MARKER_NAME = "kvcore-fs.json"
-MARKER = json.dumps({"format": "kvcore-fs", "version": envelope.FORMAT_VERSION}).encode() + b"\n"
+# The version of the layout of names; records say their own.
+MARKER = json.dumps({"format": "kvcore-fs", "version": 1}).encode() + b"\n"
 TEMPORARY_AGE_S_MAX = 3600.0
 
 _RECORD = re.compile(r"([0-9a-f]{2})[A-Za-z0-9._-]*\.kv", re.ASCII)

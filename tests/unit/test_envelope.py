@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.keys import ObjectKey
+from kvcore.keys import ObjectKey, encode_key
 from kvcore.l2 import envelope
 from kvcore.l2.envelope import Defect, Header, check_record, encode_header, parse_header
 
@@ -105,15 +105,16 @@ def resealed(**fields):
 
 
 def test_a_header_whose_numbers_contradict_each_other_is_not_believed_although_its_check_passes():
-    key_bytes = len(encode_header(KEY, PAYLOAD)) - 64
+    length = len(encode_header(KEY, PAYLOAD))
     assert isinstance(parse_header(resealed()), Header)
     for fields in (
-        {"length": 64 + key_bytes - 1},
-        {"length": 64 + key_bytes + 1},
-        {"key": key_bytes - 1},
-        {"key": key_bytes + 1},
+        {"length": length - 1},
+        {"length": length + 1},
+        {"length": length + 64},
+        {"key": length - 128},
+        {"key": length - 64 + 1},
         {"reserved": 1},
-        {"length": 64 * 1024 + 1, "key": 64 * 1023 + 1},
+        {"length": 64 * 1025, "key": 64 * 1024},
     ):
         assert parse_header(resealed(**fields)) is Defect.FLIPPED, fields
     assert parse_header(resealed(flags=1)) is Defect.STALE_VERSION
@@ -121,9 +122,9 @@ def test_a_header_whose_numbers_contradict_each_other_is_not_believed_although_i
 
 
 def test_a_record_whose_key_has_another_length_is_foreign_although_the_key_check_agrees():
-    key_bytes = len(encode_header(KEY, PAYLOAD)) - 64
+    key_bytes = len(encode_key(KEY))
     for other in (key_bytes - 1, key_bytes + 1):
-        assert judge(resealed(length=64 + other, key=other) + PAYLOAD) is Defect.FOREIGN
+        assert judge(resealed(key=other) + PAYLOAD) is Defect.FOREIGN
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 10, b"x" * 64, bytes(64), bytes(4096)])
@@ -152,15 +153,40 @@ def test_the_header_alone_tells_key_and_sizes():
     header = parse_header(head)
     assert isinstance(header, Header)
     assert (header.header_bytes, header.payload_bytes) == (len(head), 40)
-    assert envelope.key_of(header, head) == head[64:]
+    assert envelope.key_of(header, head) == encode_key(KEY)
     assert envelope.key_of(header, head[:-1]) is Defect.TORN
-    assert envelope.key_of(header, head[:-1] + b"\xff") is Defect.FLIPPED
+    assert envelope.key_of(header, head[:64] + b"\xff" + head[65:]) is Defect.FLIPPED
+
+
+def test_the_checksum_covers_the_key_that_was_asked_for(monkeypatch):
+    """So a record of another key does not pass even if its key is never compared."""
+    assert judge(record_of(OTHER)) is Defect.FOREIGN
+    monkeypatch.setattr(envelope, "_key_defect", lambda *_: None)
+    assert judge(record_of(OTHER)) is Defect.FLIPPED
+
+
+def test_payloads_begin_at_a_multiple_of_64_whatever_the_key():
+    for name in ("", "m", "m" * 63, "m" * 4000):
+        head = encode_header(ObjectKey(b"\x01" * 32, name, 0), PAYLOAD)
+        assert len(head) % 64 == 0
+        assert len(head) - 64 - len(encode_key(ObjectKey(b"\x01" * 32, name, 0))) < 64
+
+
+def test_a_record_of_version_1_is_stale():
+    """Its header ended with the key."""
+    encoded = encode_key(KEY)
+    fields = struct.pack(
+        "<8sHHIQIIQ", envelope.MAGIC, 1, 0, 64 + len(encoded), 40, len(encoded), 0, xxhash.xxh3_64_intdigest(encoded)
+    )
+    checked = fields + xxhash.xxh3_128_digest(fields + encoded + PAYLOAD)
+    record = checked + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked)) + encoded + PAYLOAD
+    assert judge(record) is Defect.STALE_VERSION
 
 
 def test_the_format_does_not_change_by_accident():
-    """A record written by version 1, byte for byte."""
+    """A record written by version 2, byte for byte."""
     record = record_of(ObjectKey(b"\x01" * 32, "m", 0), b"payload")
-    assert record[:12].hex() == "4b56434f52454c32" + "0100" + "0000"
+    assert record[:12].hex() == "4b56434f52454c32" + "0200" + "0000"
     assert int.from_bytes(record[12:16], "little") == envelope.header_bytes(ObjectKey(b"\x01" * 32, "m", 0))
     assert int.from_bytes(record[16:24], "little") == 7
-    assert record[56:64].hex() + record[-7:].hex() == "12f076ef274e7a03" + b"payload".hex()
+    assert record[56:64].hex() + record[-7:].hex() == "c731e2992227ff1e" + b"payload".hex()
