@@ -46,6 +46,15 @@ def test_an_entry_of_any_length_has_the_slots_it_claims_and_comes_back(runs: tup
         assert (found.runs, found.sequence, found.header) == (runs, 5, header)
 
 
+@pytest.mark.parametrize("count", [4, 5, 60])
+def test_an_entry_of_many_runs_comes_back(count: int) -> None:
+    payload, runs = bytes(count * PAGE_BYTES), tuple(Run(2 * number, 1) for number in range(count))
+    entry = encode_entry(header_of(3, payload), runs, 5, SEED)
+    found = decode_entry(memoryview(entry), SEED)
+    assert not isinstance(found, Defect)
+    assert (found.runs, found.key.model_name) == (runs, "mmm")
+
+
 @pytest.mark.parametrize(("payload_bytes", "pages"), [(0, 1), (1, 1), (PAGE_BYTES, 1), (PAGE_BYTES + 1, 2)])
 def test_an_empty_payload_has_a_page_too(payload_bytes: int, pages: int) -> None:
     assert pages_for(payload_bytes) == pages
