@@ -185,6 +185,7 @@ class LoadIfItPays:
             self._gpu_rate.add(now_s, 1.0)
 
     def admitted(self, tracker: RequestTracker) -> None:
+        assert tracker.phase in (Phase.LOADING, Phase.RUNNING), "it has its blocks"
         name, prefix = tracker.request_id, tracker.local_tokens
         tokens = self._waiting.pop(name) or len(tracker.tokens)
         self._asked.pop(name, None)
@@ -237,6 +238,7 @@ class LoadIfItPays:
             return
         now_s = self._now_s()
         step = self._steps.popleft()
+        assert step.tokens > 0 or not step.firsts, "a first token comes from a prompt"
         seconds = now_s - max(step.begin_s, self._last_end_s)
         self._last_end_s = max(now_s, self._last_end_s)
         for name in step.firsts:
@@ -329,6 +331,7 @@ class LoadIfItPays:
             if tokens <= wanted_tokens:
                 return length
             shortest = length
+        assert shortest, "something that brings tokens was found"
         return shortest
 
     def _decide_on(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int, wait: Link) -> Decision:
@@ -336,6 +339,7 @@ class LoadIfItPays:
         found = self._layout.usable_tokens(length, tokens) - local_tokens
         if found <= 0:
             return decide(Prompt(1), (), Gpu(None), (), self._limits)
+        assert found < tokens - local_tokens, "at least one token is computed"
         size = self._bytes(length, tokens, local_tokens)
         now_s = self._now_s()
         came_s = self._came.get(tracker.request_id, now_s)

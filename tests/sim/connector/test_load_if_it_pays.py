@@ -49,7 +49,10 @@ def test_the_measured_rates_decide(desk_of: DeskOf, load_async: bool, page_ns: t
         state, rates = desk.scheduler.statistics(), desk.scheduler.admission.statistics()
         assert (state.tokens_refused > 0 or state.lookups_unwanted > 0) is (promised == 0)
         assert rates.prefill_token_s == pytest.approx(TOKEN_NS / 1e9, rel=0.2)
-        assert rates.loads_measured >= 1
+        assert rates.loads_measured >= 5
+        assert rates.load_byte_s == pytest.approx(sum(page_ns) / 2 / 32 / 1e9, rel=0.5)  # a block has 32 bytes
+        assert rates.lookups_measured >= 5
+        assert rates.lookup_byte_s is not None
 
     desk_of(load_async=load_async, page_ns=page_ns, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
 
