@@ -61,11 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     caught = _bug(folder)
     _break_even(folder, draws=not missing)
     if missing:
-        print(
-            f"\nLeft out, because {' and '.join(missing)} is missing: pictures and page. pip install 'kvcore[reports]'"
-        )
-    print(
-        f"\nEverything is in {folder}. Go on with `kvcore --help`, or your own connector: `kvcore ladder --connector`."
+        _say("", f"Left out for lack of {' and '.join(missing)}: pictures and page. pip install 'kvcore[reports]'")
+    _say(
+        "",
+        f"Everything is in {folder}. Go on with `kvcore --help`, or climb with your own: `kvcore ladder --connector`.",
     )
     return 0 if good and caught else 1
 

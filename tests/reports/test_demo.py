@@ -46,7 +46,7 @@ def test_without_matplotlib_everything_but_the_pictures_is_shown(
     absent(monkeypatch, "matplotlib")
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "Left out, because matplotlib is missing: pictures and page. pip install 'kvcore[reports]'" in said
+    assert "Left out for lack of matplotlib: pictures and page. pip install 'kvcore[reports]'" in said
     assert "+ near: list[Job] = []" in said
     assert "rung 4 (hot, preempted): [blocks]" in said
     assert "VIOLATED" in said
