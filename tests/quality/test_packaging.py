@@ -154,7 +154,7 @@ def test_the_source_archive_holds_what_the_wheel_is_built_from(dist: Path) -> No
 def test_both_archives_are_small(dist: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in dist.iterdir()}
     assert len(sizes) == 2
-    assert sizes[next(name for name in sizes if name.endswith(".tar.gz"))] < 1 << 20, sizes
+    assert sizes[next(name for name in sizes if name.endswith(".tar.gz"))] < 3 << 19, sizes
     assert max(sizes.values()) < 2 << 20, sizes  # the CUDA runtime in the library
 
 
