@@ -23,7 +23,7 @@ from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, Floors, RungCounts, RungResult
-from kvcore.ladder.targets.torch.dense import DenseReference
+from kvcore.ladder.targets.torch.dense import DenseReference, one_thread
 from kvcore.ladder.targets.torch.fleet import FILES, EngineDied, Fleet
 from kvcore.ladder.targets.torch.messages import Admission, Answered, Ask, EngineSetup, Served
 from kvcore.ladder.targets.torch.model import POSITIONS_MAX, VOCABULARY, build_torch_model
@@ -109,7 +109,7 @@ class TorchStage:
         )
         self.fleet = Fleet(setup, cell.servers, l1_bytes=L1_BYTES, l2=l2)
         self._reference = DenseReference(model)
-        self._hasher = ChunkHasher(namespace_of(setup, self._layout))
+        self._hasher = ChunkHasher(namespace_of(setup, self._layout, model))
         self._requests = asks(workload)
         self._seed = options.seed
         self._config = EngineConfig(ROOMY_BLOCKS, host_ahead=True, idle_step_ns=500_000)
@@ -137,12 +137,12 @@ class TorchStage:
         try:
             async with asyncio.timeout(PASS_SECONDS_MAX) as deadline:
                 return await self._pass(rung)
-        except (EngineDied, OSError) as error:
-            return RungResult(rung, problems=[f"[crash] {error}"])
-        except TimeoutError as error:
+        except TimeoutError as error:  # an OSError as well
             if deadline.expired():
                 return RungResult(rung, problems=[f"[liveness] not over after {PASS_SECONDS_MAX:g} s"])
             return RungResult(rung, problems=[f"[crash] {say(error)}"])
+        except (EngineDied, OSError) as error:
+            return RungResult(rung, problems=[f"[crash] {error}"])
 
     async def _pass(self, rung: str) -> RungResult:
         result = RungResult(rung)
@@ -159,10 +159,11 @@ class TorchStage:
 
     async def _alone(self, result: RungResult) -> None:
         """Rung 0: one request at a time, no cache of any kind, against the dense reference."""
-        for request in self._requests:
-            tokens = self._reference.tokens(request.prompt, request.output_tokens)
-            self._expected[request.request_id] = tokens
-            self._sequences[request.request_id] = [*request.prompt, *tokens]
+        with one_thread():
+            for request in self._requests:
+                tokens = self._reference.tokens(request.prompt, request.output_tokens)
+                self._expected[request.request_id] = tokens
+                self._sequences[request.request_id] = [*request.prompt, *tokens]
         await self._run(result, replace(self._config, prefix_cache=False, max_num_seqs=1), cache=False)
 
     async def _waves(self, result: RungResult) -> None:

@@ -8,7 +8,8 @@ recently used are forgotten.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -17,6 +18,17 @@ from kvcore.ladder.targets.torch.model import TorchModel
 from kvcore.sim.model import Layer
 
 SEQUENCES_MAX = 256
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For matrices as small as these: torch's threads would spin for each other, on a busy machine for minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Sequence:

@@ -37,7 +37,7 @@ from kvcore.ladder.targets.torch.messages import (
     read_report,
     read_serve,
 )
-from kvcore.ladder.targets.torch.model import build_torch_model
+from kvcore.ladder.targets.torch.model import TorchModel, build_torch_model
 from kvcore.ladder.targets.torch.pages import Entry
 from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
@@ -109,10 +109,10 @@ class AdmissionProbe(NullProbe):
 class EngineProcess:
     """See the module text."""
 
-    def __init__(self, setup: EngineSetup, layout: CacheLayout) -> None:
+    def __init__(self, setup: EngineSetup, layout: CacheLayout, model: TorchModel) -> None:
         loop = asyncio.get_running_loop()
         self._layout = layout
-        namespace = namespace_of(setup, layout)
+        namespace = namespace_of(setup, layout, model)
         self._link = ServerLink(loop, remote_config(setup), namespace, layout)
         config = SchedulerConnectorConfig(load_async=setup.load_async)
         self._side = SchedulerConnector(layout, ChunkHasher(namespace), self._link.scheduler(), config)
@@ -220,8 +220,8 @@ class EngineProcess:
 
 
 async def _serve(setup: EngineSetup) -> None:
-    layout, _ = build_torch_model(setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed)
-    engine = EngineProcess(setup, layout)
+    layout, model = build_torch_model(setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed)
+    engine = EngineProcess(setup, layout, model)
 
     async def work(tell: Tell, payload: bytes) -> None:
         try:

@@ -17,7 +17,10 @@ from typing import Any
 import msgspec
 import torch
 
-from kvcore.groups import CacheLayout, GroupKind
+from kvcore.connectors.pages import TensorPages
+from kvcore.connectors.registration import discover, fingerprints
+from kvcore.device.formats import LayoutHints
+from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.ladder.targets.torch.model import TorchModel
 from kvcore.runtime.shared_memory import remove_stale
 from kvcore.runtime.worker_pages import SharedPages
@@ -44,6 +47,7 @@ class TorchPages:
 
     def __init__(self, layout: CacheLayout, model: TorchModel, num_blocks: int, *, shared: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._layout = layout
         shapes = [_page_shape(layout, model, group) for group in range(len(layout.groups))]
         floats = max(layers * tokens * width for layers, tokens, width in shapes)
         if shared:
@@ -61,10 +65,20 @@ class TorchPages:
             return torch.empty((num_blocks, floats))
         return torch.frombuffer(self.shared.buffer, dtype=torch.float32).view(num_blocks, floats)
 
-    def describe(self, pages: Sequence[Any]) -> PageSegment:
-        """Where `pages`, our arrays, lie in the shared memory."""
+    def describe(self, _: Any = None) -> PageSegment:
+        """Where the pages lie in the shared memory."""
         assert self.shared is not None
-        return describe(self.shared.segment, self.shared.buffer, pages)
+        return describe(self.shared.segment, self.shared.buffer, self.arrays)
+
+    def paged(self) -> TensorPages:
+        """The layers' tensors as a connector discovers them."""
+        return discover([self._tensors(group, spec) for group, spec in enumerate(self._layout.groups)])
+
+    def _tensors(self, group: int, spec: ObjectGroup) -> tuple[Any, LayoutHints]:
+        layers = list(self.groups[group].unbind(1))
+        if spec.kind is GroupKind.RECURRENT:
+            return [[state] for state in layers], LayoutHints(num_blocks=self.num_blocks, recurrent=True)
+        return layers, LayoutHints(num_blocks=self.num_blocks, block_tokens=spec.block_tokens)
 
     def close(self) -> None:
         """The memory itself stays as long as tensors lie in it; its name goes."""
@@ -80,6 +94,11 @@ class TorchPages:
     def layer(self, layer: Layer) -> torch.Tensor:
         """[blocks, block_tokens, width] of one layer."""
         return self.groups[layer.group][:, layer.slot]
+
+
+def promised_fingerprints(layout: CacheLayout, model: TorchModel) -> tuple[str, ...]:
+    """What the chunks of such pages are, for those who name keys and have no pages."""
+    return fingerprints(TorchPages(layout, model, 2).paged())
 
 
 def _page_shape(layout: CacheLayout, model: TorchModel, group: int) -> tuple[int, int, int]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from kvcore.connectors.registration import layout_name
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace
 from kvcore.ladder.targets.torch.messages import EngineSetup
+from kvcore.ladder.targets.torch.model import TorchModel
+from kvcore.ladder.targets.torch.pages import promised_fingerprints
 from kvcore.placement import PlacementMode
 from kvcore.service.remote import RemoteConfig
 
 
-def namespace_of(setup: EngineSetup, layout: CacheLayout) -> Namespace:
+def namespace_of(setup: EngineSetup, layout: CacheLayout, model: TorchModel) -> Namespace:
     return Namespace(
         f"torch-{setup.model}",
         model_revision=str(setup.seed),
         kv_dtype="float32",
-        layout=layout.fingerprint,
+        layout=layout_name(layout, promised_fingerprints(layout, model)),
         chunk_tokens=setup.chunk_tokens,
     )
 

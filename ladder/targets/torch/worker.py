@@ -25,13 +25,16 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
+from kvcore.connectors.registration import register
 from kvcore.connectors.views import Finished
 from kvcore.connectors.worker import WorkerConnector
+from kvcore.device.cpu_engine import CpuCopyEngine
+from kvcore.device.movers import cpu_mover
 from kvcore.groups import CacheLayout, GroupKind
 from kvcore.ladder.targets.torch.dense import DenseReference
 from kvcore.ladder.targets.torch.messages import EngineSetup, Report, Step, pack, read_step
 from kvcore.ladder.targets.torch.model import TorchModel, build_torch_model
-from kvcore.ladder.targets.torch.pages import Entry, TorchForward, TorchPages
+from kvcore.ladder.targets.torch.pages import Entry, TorchForward, TorchPages, promised_fingerprints
 from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
 from kvcore.ports import DeviceEvent
@@ -81,14 +84,18 @@ class WorkerProcess:
         by_server = setup.transfer == "server"
         self._pages = TorchPages(layout, model, setup.num_blocks, shared=by_server)
         self._reference = DenseReference(model)
-        self._device = ThreadCopyEngine(loop, f"device{rank}")
+        self._device = CpuCopyEngine(loop, cpu_mover(threads=1), f"device{rank}")
         self._stream = FailingStream(self._device)
-        self._link = ServerLink(loop, remote_config(setup), namespace_of(setup, layout), layout)
+        self._link = ServerLink(loop, remote_config(setup), namespace_of(setup, layout, model), layout)
         share = self._pages.describe if by_server else None
         self._side = WorkerConnector(layout, rank, self._link.worker(rank), share=share)
-        self._side.register(self._pages.arrays, self._device)
         self._counts: Counter[str] = Counter()
         self._suspects: list[tuple[frozenset[int], str]] = []  # of this step: what was wrong, in which blocks
+
+    async def register(self) -> None:
+        """Before the first step. Raises for pages that are not what the keys were named for."""
+        promised = promised_fingerprints(self._layout, self._model)
+        await register(self._side, self._pages.paged(), self._device, promised)
 
     async def run(self, step: Step) -> Report:
         """Carry out one step; an exception becomes the report's error, after which nothing may be expected of us."""
@@ -222,6 +229,7 @@ async def _maybe(result: Awaitable[None] | None) -> None:
 async def _serve(rank: int, setup: EngineSetup) -> None:
     layout, model = build_torch_model(setup.model, setup.ranks, chunk_tokens=setup.chunk_tokens, seed=setup.seed)
     worker = WorkerProcess(rank, setup, layout, model)
+    await worker.register()
 
     async def work(tell: Tell, payload: bytes) -> None:
         tell(pack(await worker.run(read_step(payload))))
