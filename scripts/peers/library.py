@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvcore.bench.figures import median
 from peers.environment import Talker, talker
 from peers.figures import CYCLE_BATCHES, SIDES, Samples, in_turns
 
@@ -29,7 +30,7 @@ NOT_COMPARABLE = (
     "Memory: the growth of the process, so what the allocators round up is part of it, and the key is, too.",
 )
 
-HASHES, FOLDS, CYCLE_KEYS = 5, 50, 5120
+HASHES, FOLDS, CYCLE_KEYS, FILE_BATCHES = 5, 50, 5120, 3
 WARM = 1
 
 
@@ -77,6 +78,16 @@ def _round(side: Talker) -> dict[str, float]:
         answer = side.ask("cycle", batch=batch, times=CYCLE_KEYS // batch)
         taken[f"cycle_{batch}"] = {name: value / batch for name, value in answer.items()}
     for kind in ("file", "slab"):
-        taken |= {f"{kind}_{do}": side.ask(kind, way=do) for do in ("store", "load")}
+        taken |= _batches(side, kind)
     walls = {name: answer["us"] for name, answer in taken.items()}
     return walls | {f"{name}_cpu": answer["cpu_us"] for name, answer in taken.items()}
+
+
+def _batches(side: Talker, kind: str) -> dict[str, dict[str, float]]:
+    """The medians of a few batches stored and loaded: one alone is at the mercy of what else the machine does."""
+    ways = ("store", "load")
+    taken = [{way: side.ask(kind, way=way) for way in ways} for _ in range(FILE_BATCHES)]
+    return {
+        f"{kind}_{way}": {name: median([each[way][name] for each in taken]) for name in ("us", "cpu_us")}
+        for way in ways
+    }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from kvcore.ladder.conformance.play import play
 from kvcore.ladder.conformance.scenarios import SCENARIOS
 from kvcore.leases import LeaseTable
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "peers.md").read_text(encoding="utf-8")
 FEW = 20  # planted bugs are met by the scenarios; the search then has little to add
 
 
@@ -240,6 +243,19 @@ def test_a_peer_that_cannot_be_loaded_ends_with_2(capsys, spec, says):
     code, out, errors = run(capsys, "--peer", spec)
     assert (code, out) == (2, "")
     assert says in errors
+
+
+def test_the_cache_on_the_page_differs_as_the_page_says(capsys, tmp_path, monkeypatch):
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "dict_cache.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, _ = run(capsys, "--peer", "dict_cache:DictPeer", "--examples", "20")
+    assert status == 1
+    shown = [line.strip() for line in out.splitlines()]
+    head, *steps = [line.strip() for line in printed.splitlines()]
+    at = next(number for number, line in enumerate(shown) if line.endswith(head))
+    assert shown[at + 1 : at + 1 + len(steps)] == steps
+    assert "The prefix rule was not compared: the peer has none." in out
 
 
 def test_an_interpreter_that_is_none_and_one_without_the_peer_end_with_2(capsys, tmp_path):
