@@ -262,9 +262,13 @@ def _agreed(question: str) -> bool:
 
 
 def _pool(arguments: argparse.Namespace) -> int:
-    server = PoolServer(arguments.socket, parse_size(arguments.memory))
+    return asyncio.run(_serve_pool(arguments.socket, parse_size(arguments.memory)))
+
+
+async def _serve_pool(path: str, capacity_bytes: int) -> int:
+    server = PoolServer(path, capacity_bytes)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.close())
-    print(f"kvcore store pool: ready, nixl+ucx://{arguments.socket}", file=sys.stderr, flush=True)
-    server.serve()
+        asyncio.get_running_loop().add_signal_handler(number, server.close)
+    print(f"kvcore store pool: ready, nixl+ucx://{path}", file=sys.stderr, flush=True)
+    await server.serve()
     return 0

@@ -46,7 +46,7 @@ class _Holds:
 
 
 class MemoryPool:
-    """See the module text. Not thread-safe: its server has one lock around it."""
+    """See the module text. Not thread-safe: it stays in its server's event loop."""
 
     def __init__(self, arena: BufferArena) -> None:
         self.arena = arena

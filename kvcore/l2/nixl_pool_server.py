@@ -4,21 +4,22 @@ The process holds the memory and says over a unix socket (0600) what lies where 
 moved by its users' own NIXL agents, through UCX's shared memory, and never touch a socket. It outlives the servers that
 use it, and takes everything with it when it ends.
 
-One thread per connection, one lock around the pool; each ask is a few dictionary steps. A connection that ends gives
-back what it held. One that says something unknown is closed. A user who can open the socket can write into the
-whole pool: records are checked by their envelope when they are read, as everywhere.
+One event loop does everything, so the pool needs no lock: each ask is a few dictionary steps, and its answer is written
+before the next one of that connection is read. A connection that ends gives back what it held. One that says something
+unknown, or breaks off in the middle, is closed; the others do not notice. A user who can open the socket can write into
+the whole pool: records are checked by their envelope when they are read, as everywhere.
 
-Who holds: this object its memory, agent, socket and threads; `close` ends all of them.
+Who holds: this object its memory, agent, socket and connections. Who ends them: `close`, which lets `serve` return
+when the last connection has given back what it held.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import islice
 
 from kvcore.errors import ConfigError, StoreError
@@ -30,7 +31,6 @@ from kvcore.runtime.clock import SystemClock
 
 _TOKEN_BYTES = 8
 _BACKLOG = 128
-_log = logging.getLogger("kvcore.l2")
 
 
 class PoolAgent(NixlAgent):
@@ -44,77 +44,77 @@ class PoolAgent(NixlAgent):
 
 
 class PoolServer:
-    """See the module text. Listens when it is made; `serve` blocks until `close`."""
+    """See the module text. Listens when it is made; `serve` lasts until `close`, which is called in the same loop."""
 
     def __init__(self, path: str, capacity_bytes: int) -> None:
         self._clock = SystemClock()
         self._arena = PlainArena(capacity_bytes)
         self.pool = MemoryPool(self._arena)
-        self._state = threading.RLock()  # guards the pool and the next two; a signal may come while it is held
-        self._links: set[socket.socket] = set()
-        self._closed = False
+        self._links: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._ending = asyncio.Event()
         self._name = f"kvcore-pool-{self._clock.token(_TOKEN_BYTES)}"
         self._path = path
         self._listener = _listening(path)
         try:
             self._agent = _agent(self._name, self._arena.buffer)
         except BaseException:
-            self.close()
+            self._vanish()
+            self._listener.close()
             raise
 
-    def serve(self) -> None:
-        while True:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._state:
-                if self._closed:
-                    link.close()
-                    return
-                self._links.add(link)
-            threading.Thread(target=self._attend, args=(link,), name="kvcore-pool", daemon=True).start()
+    async def serve(self) -> None:
+        server = await asyncio.start_unix_server(self._attend, sock=self._listener, backlog=_BACKLOG)
+        try:
+            await self._ending.wait()
+        finally:
+            self._vanish()
+            server.close()
+            await self._show_out()
 
     def close(self) -> None:
-        with self._state:
-            self._closed = True
-            links = list(self._links)
-        with suppress(OSError):  # wakes the thread that accepts
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._ending.set()
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Body of a connection's task."""
+        user = _User(self)
+        task = asyncio.current_task()
+        assert task is not None
+        self._links[writer] = task
+        try:
+            while not self._ending.is_set():
+                writer.write(wire.frame(user.answer(await wire.read_ask(reader))))
+                await writer.drain()
+        except (OSError, StoreError):
+            pass  # it has ended, or is shown out
+        finally:
+            self.pool.leave(user)
+            del self._links[writer]
+            writer.close()
+
+    async def _show_out(self) -> None:
+        """Until all have given back what they held. Answers that nobody reads are not waited for."""
+        for link in self._links:
+            link.transport.abort()
+        if self._links:
+            await asyncio.wait(self._links.values())
+
+    def _vanish(self) -> None:
+        """While the socket still listens: afterwards the path may be the next pool's."""
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        for link in links:
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-
-    def _attend(self, link: socket.socket) -> None:
-        """Body of a connection's thread."""
-        user = _User(self, link)
-        with closing(link), suppress(OSError, StoreError):
-            while True:
-                wire.send(link, user.answer(wire.receive_ask(link)))
-        with self._state:
-            self._links.discard(link)
-            self.pool.release(link)
-            self.pool.leave(link)
 
     def welcome(self) -> wire.Welcome:
         return wire.Welcome(wire.VERSION, self._name, self._agent.metadata, self._agent.base)
-
-    def locked(self) -> threading.RLock:
-        return self._state
 
     def now_ns(self) -> int:
         return self._clock.now_ns()
 
 
 class _User:
-    """One connection: its asks, and how far its listing has come."""
+    """One connection: its asks, and how far its listing has come. To the pool, it is an owner."""
 
-    def __init__(self, server: PoolServer, link: socket.socket) -> None:
+    def __init__(self, server: PoolServer) -> None:
         self._server = server
-        self._link = link
         self._joined = False
         self._listing: Iterator[tuple[bytes, int, int]] = iter(())
 
@@ -124,22 +124,21 @@ class _User:
             return self._server.welcome()
         if not self._joined:
             raise StoreError("a user of the memory pool did not join it")
-        with self._server.locked():
-            return self._act(ask, self._server.pool, self._server.now_ns())
+        return self._act(ask, self._server.pool, self._server.now_ns())
 
     def _act(self, ask: wire.Ask, pool: MemoryPool, now_ns: int) -> wire.Answer:
         match ask:
             case wire.Find(names):
                 return wire.Lengths([pool.find(name, now_ns) for name in names])
             case wire.Reserve(records):
-                return wire.Places([_place(pool.reserve(self._link, *record, now_ns)) for record in records])
+                return wire.Places([_place(pool.reserve(self, *record, now_ns)) for record in records])
             case wire.Locate(names):
-                return wire.Places([_place(pool.pin(self._link, name, now_ns) or "missing") for name in names])
+                return wire.Places([_place(pool.pin(self, name, now_ns) or "missing") for name in names])
             case wire.Commit(ended):
                 for number, good in ended:
-                    pool.commit(self._link, number, good, now_ns)
+                    pool.commit(self, number, good, now_ns)
             case wire.Release():
-                pool.release(self._link)
+                pool.release(self)
             case wire.Remove(gone):
                 for name, known in gone:
                     pool.remove(name, known)

@@ -18,8 +18,9 @@ Nothing is held here. A frame that is longer than `FRAME_BYTES_MAX` or no messag
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -28,6 +29,8 @@ from kvcore.errors import StoreError
 VERSION = 1
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -43,7 +46,7 @@ class Find(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    records: list[tuple[bytes, int]]
+    records: list[tuple[bytes, Positive]]
 
 
 class Commit(Message, frozen=True):
@@ -66,7 +69,7 @@ class List(Message, frozen=True):
     """The next records of this connection's listing. `start`: of a new one, as everything is now."""
 
     start: bool
-    limit: int
+    limit: Positive
 
 
 class Measure(Message, frozen=True):
@@ -121,31 +124,40 @@ _asks = msgspec.msgpack.Decoder(Ask)
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-def send(sock: socket.socket, message: Ask | Answer) -> None:
+def frame(message: Ask | Answer) -> bytes:
     data = msgspec.msgpack.encode(message)
-    sock.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
-def receive_ask(sock: socket.socket) -> Ask:
-    """ConnectionError: it ended. StoreError: that was no message."""
+def send(sock: socket.socket, message: Ask) -> None:
+    sock.sendall(frame(message))
+
+
+async def read_ask(reader: asyncio.StreamReader) -> Ask:
+    """OSError: it ended. StoreError: that was no message."""
     try:
-        return _asks.decode(_frame(sock))
+        length = _checked(await reader.readexactly(_LENGTH_BYTES))
+        return _asks.decode(await reader.readexactly(length))
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("a user of the memory pool has closed the connection") from error
     except msgspec.MsgspecError as error:
         raise StoreError("a user of the memory pool sent something unknown") from error
 
 
 def receive_answer(sock: socket.socket) -> Answer:
+    """ConnectionError: the pool is gone. StoreError: that was no message."""
     try:
-        return _answers.decode(_frame(sock))
+        length = _checked(_exactly(sock, _LENGTH_BYTES))
+        return _answers.decode(_exactly(sock, length))
     except msgspec.MsgspecError as error:
         raise StoreError("the memory pool answered something unknown") from error
 
 
-def _frame(sock: socket.socket) -> bytes:
-    length = int.from_bytes(_exactly(sock, _LENGTH_BYTES), "little")
+def _checked(prefix: bytes | bytearray) -> int:
+    length = int.from_bytes(prefix, "little")
     if length > FRAME_BYTES_MAX:
         raise StoreError(f"a message of {length} bytes is too long for a memory pool")
-    return bytes(_exactly(sock, length))
+    return length
 
 
 def _exactly(sock: socket.socket, length: int) -> bytearray:

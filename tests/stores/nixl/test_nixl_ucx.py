@@ -163,7 +163,8 @@ def test_a_pool_that_is_lost_is_an_error_and_the_next_one_is_used(pool_of):
     assert write(backend, [1]) == [STORED]
     assert read(backend, [1]) == ([None], [payload(1)])
     backend.close()
-    assert pool.end() == 0
+    with _Link(options(pool)).sock:  # somebody is still there
+        assert pool.end() == 0
     assert not os.path.exists(pool.path)
 
 
@@ -190,6 +191,21 @@ def test_somebody_who_says_something_unknown_is_shown_out_and_the_others_are_ser
         with suppress(ConnectionResetError):  # so does an end with unread bytes look
             assert stranger.recv(1) == b""
     assert write(empty, [1]) == [STORED]
+
+
+@pytest.mark.parametrize("ask", [wire.Reserve([(b"name", -1)]), wire.Reserve([(b"name", 0)]), wire.List(True, -1)])
+def test_somebody_who_asks_for_nonsense_is_shown_out_and_gives_his_room_back(empty, link, ask):
+    link.ask(wire.Reserve([(encode_key(key(7)), 60 * MIB)]), wire.Places)
+    with pytest.raises(ConnectionError):
+        link.ask(ask, wire.Done)
+    assert write(empty, [8], 8 * MIB) == [STORED]
+
+
+def test_somebody_who_breaks_off_in_the_middle_holds_nobody_up(empty, link):
+    link.sock.sendall(wire.frame(wire.Find([b"name"]))[:-1])
+    assert write(empty, [1]) == [STORED]
+    link.sock.sendall(wire.frame(wire.Find([b"name"]))[-1:])
+    assert wire.receive_answer(link.sock) == wire.Lengths([None])
 
 
 def test_readers_and_writers_at_once_get_whole_records_or_misses(empty):
