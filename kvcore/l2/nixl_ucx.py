@@ -34,7 +34,7 @@ import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -168,11 +168,7 @@ class UcxBackend:
         self._closed = True
         self._drop_idle()
         self._regions.clear()
-        if self._moving.acquire(blocking=False):  # otherwise the transfer that runs forgets them when it ends
-            try:
-                self._forget_regions()
-            finally:
-                self._moving.release()
+        self._forget_regions()
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -226,8 +222,7 @@ class UcxBackend:
 
     def _put(self, pool: wire.Welcome, orders: Sequence[Placed]) -> OSError | None:
         parts = [(memoryview(envelope.encode_header(key, payload)), payload) for _, key, payload in orders]
-        with self._moving:
-            mover = self._ready()
+        with self._alone() as mover:
             pieces = self._pieces(mover, [place for place, _, _ in orders], parts)
             for (target, _), source in zip(pieces, [view for both in parts for view in both], strict=True):
                 if target is not source:
@@ -246,8 +241,7 @@ class UcxBackend:
     def _get(self, pool: wire.Welcome, orders: Sequence[Placed]) -> list[Defect | Exception | None]:
         heads = [memoryview(bytearray(envelope.header_bytes(key))) for _, key, _ in orders]
         parts = [_room(place, head, into) for (place, _, into), head in zip(orders, heads, strict=True)]
-        with self._moving:
-            mover = self._ready()
+        with self._alone() as mover:
             pieces = self._pieces(mover, [place for place, _, _ in orders], parts)
             failure = self._moved(mover, "READ", pool, pieces)
             if failure is not None:
@@ -290,10 +284,17 @@ class UcxBackend:
             mover.move(operation, pool, pieces)
         except OSError as error:
             return error
+        return None
+
+    @contextmanager
+    def _alone(self) -> Iterator[_Mover]:
+        """The mover, and its frame, for one transfer."""
+        try:
+            with self._moving:
+                yield self._ready()
         finally:
             if self._closed:
                 self._forget_regions()
-        return None
 
     def _ready(self) -> _Mover:
         if self._mover is None or self._closed:
@@ -301,8 +302,13 @@ class UcxBackend:
         return self._mover
 
     def _forget_regions(self) -> None:
-        if self._mover is not None:
-            self._mover.forget_regions()
+        """After `close`. Does not wait: whoever has the mover now comes here when he has given it back."""
+        if self._moving.acquire(blocking=False):
+            try:
+                if self._mover is not None:
+                    self._mover.forget_regions()
+            finally:
+                self._moving.release()
 
     # --- connections ---------------------------------------------------------------------------------------------
 

@@ -109,7 +109,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             monkeypatch.setattr(module, "threading", SimpleNamespace(**named, **real))
         if hasattr(module, "SimpleQueue"):
             monkeypatch.setattr(module, "SimpleQueue", parts.Queue)
-    return SimpleNamespace(Loop=Loop, Lock=parts.Lock, NoLock=parts.NoLock, Event=parts.Event, step=parts.step)
+    return SimpleNamespace(
+        Loop=Loop, Lock=parts.Lock, NoLock=parts.NoLock, TryLock=parts.TryLock, Event=parts.Event, step=parts.step
+    )
 
 
 Scenario = Callable[[Any], Callable[[], object]]

@@ -350,8 +350,32 @@ class Lock:
         self._held = False
 
 
+class TryLock(Lock):
+    """A lock that somebody takes only if it is free. He sees when it is given back, so that is a step, too."""
+
+    def acquire(self, blocking: bool) -> bool:
+        assert not blocking, "`with` waits"
+        step("try a lock")
+        free = not self._held
+        self._held = True
+        return free
+
+    def release(self) -> None:
+        self.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        step("give a lock back")
+        super().__exit__()
+
+
 class NoLock:
     """A lock that somebody has taken out."""
+
+    def acquire(self, blocking: bool) -> bool:
+        return True
+
+    def release(self) -> None:
+        return None
 
     def __enter__(self) -> None:
         return None
