@@ -171,9 +171,9 @@ def _whole_cells(patch: pytest.MonkeyPatch) -> None:
     """A load reports its cells' bytes twice."""
     original = WorkerConnector._report_load
 
-    def report(self: Any, plan: Any, good: Any) -> None:
-        original(self, plan, good)
-        self._counts["bytes_loaded"] += sum(self._layout.cell_bytes(cell.group) for cell in plan.cells)
+    def report(self: Any, job: Any, good: Any) -> None:
+        original(self, job, good)
+        self._counts["bytes_loaded"] += sum(self._layout.cell_bytes(cell.group) for cell in job.plan.cells)
 
     patch.setattr(WorkerConnector, "_report_load", report)
 

@@ -32,6 +32,7 @@ from kvcore.sim.faults.injector import Injector
 from kvcore.sim.faults.kind import FaultEvent
 
 CASES = 70
+WHOLE = 250  # as many as the command runs: the first failure ends them
 MS = 1_000_000
 
 
@@ -111,7 +112,7 @@ def test_the_same_seed_leaves_the_same_traces_in_this_process_and_in_others() ->
 )
 def test_a_rung_fails_without_the_safeguard_that_it_is_for(rung: str, mutant: str, oracle: str) -> None:
     """The envelope's check, debts, the fence, the proof of death, and the order of copy and commit."""
-    result = climb(rung, mutant=mutant)
+    result = climb(rung, WHOLE, mutant=mutant)
     assert result.verdict == "fail"
     failure = result.failures[0]
     assert failure.oracle == oracle
@@ -125,7 +126,7 @@ def test_a_rung_fails_without_the_safeguard_that_it_is_for(rung: str, mutant: st
 @pytest.mark.storm
 @pytest.mark.ladder
 def test_the_printed_line_shows_the_failure_again(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = climb("5", mutant="payload_is_not_checked").failures[0]
+    failure = climb("7", WHOLE, mutant="preemption_without_the_fence").failures[0]
     assert main(failure.reproduce.split()[1:]) == 1
     assert failure.finding.splitlines()[0] in capsys.readouterr().out
 
@@ -365,7 +366,7 @@ def test_unusable_combinations_are_one_line_and_exit_with_2(
 @pytest.mark.storm
 @pytest.mark.ladder
 def test_a_failure_leaves_a_directory(tmp_path: Path) -> None:
-    result = climb("5", mutant="payload_is_not_checked", artifacts=tmp_path)
+    result = climb("7", WHOLE, mutant="preemption_without_the_fence", artifacts=tmp_path)
     directory = result.failures[0].directory
     assert Path(directory, "case.json").is_file()
     assert directory in next(reproduce_lines([result]))
