@@ -55,13 +55,18 @@ async def check_tensors(groups: Sequence[PagedKV], device: CopyEngine) -> None:
 
 async def _carry_out(step: Step, kv: PagedKV, device: CopyEngine, what: str) -> None:
     """A copy's chunks lie on the host, the steps' where the pages are."""
-    hosts = [chunk.cpu() for chunk in step.chunks]  # the same tensors where the pages are on the host
+    hosts = [_on_host(chunk) for chunk in step.chunks]
     chunks = [host.numpy() for host in hosts]
     copy: Any = PagedCopy(step.direction, kv, step.rows, chunks, step.skip_tokens, what)
     await _copy(device, [copy], what)
     for chunk, host in zip(step.chunks, hosts, strict=True):
         if chunk is not host:
             chunk.copy_(host)
+
+
+def _on_host(chunk: Any) -> Any:
+    """The chunk itself where the pages are on the host. Else pinned, or what is tried is not what will serve."""
+    return chunk.cpu().pin_memory() if chunk.is_cuda else chunk.cpu()
 
 
 async def _round_trip(blocks: Any, written: Sequence[int], group: int, device: CopyEngine) -> None:

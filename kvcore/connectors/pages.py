@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from kvcore.connectors.views import NULL_BLOCK
 from kvcore.device.discover import PagedKV
 from kvcore.device.paged import Direction, PagedCopy
+from kvcore.errors import ConfigError
 from kvcore.ports import Copy
 
 
@@ -96,6 +97,14 @@ class TensorPages:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    @property
+    def device_type(self) -> str:
+        """Where all of them lie. Raises ConfigError for groups on different devices."""
+        devices = sorted({str(kv.device) for kv in self.groups})
+        if len(devices) > 1:
+            raise ConfigError(f"the groups' pages lie on several devices: {', '.join(devices)}")
+        return devices[0].partition(":")[0] if devices else "cpu"
 
     def block_bytes(self, group: int) -> int:
         return self.groups[group].planes.block_bytes

@@ -55,12 +55,18 @@ async def register(
 
     Raises ConfigError for pages of another layout, InternalError for bytes that do not survive the round trip.
     """
+    if promised is not None:
+        check_promised(pages, promised)
+    await check_tensors(pages.groups, device)
+    worker.register(pages, device)
+
+
+def check_promised(pages: TensorPages, promised: Sequence[str]) -> None:
+    """Raises ConfigError for pages of another layout than the namespace was made from."""
     found = fingerprints(pages)
-    if promised is not None and found != tuple(promised):
+    if found != tuple(promised):
         group = next(index for index, text in enumerate(found) if [text] != list(promised[index : index + 1]))
         raise ConfigError(
             f"group {group}: the pages are {pages.groups[group].layout}, the keys were named for other bytes; "
             "scheduler and workers must be configured alike"
         )
-    await check_tensors(pages.groups, device)
-    worker.register(pages, device)

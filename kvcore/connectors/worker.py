@@ -148,6 +148,8 @@ class WorkerConnector:
         self._pages, self._device = taken, device
         if self._by_server:
             assert self._share is not None
+            if isinstance(taken, TensorPages) and taken.device_type != "cpu":
+                raise ConfigError(f"transfer = server: no server can copy pages on {taken.device_type}; use worker")
             self._client.pages.share(self._share(pages))
 
     @property

@@ -57,7 +57,7 @@ class TorchCudaRuntime:
     stream.
 
     Paged copies go through the compiled kernels, or through torch where they were not built or have no code for this
-    device. Chunks should lie in pinned memory (`pin`); pageable ones are correct and slow.
+    device. Chunks should lie in pinned memory (`pin`); pageable ones go through torch, correct and slow.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -73,6 +73,10 @@ class TorchCudaRuntime:
     @property
     def name(self) -> str:
         return "torch" if self._kernels is None else "native"
+
+    def follow(self) -> None:
+        """From the engine's thread, before events are recorded: it may compute on another stream by now."""
+        self.compute = self._torch.cuda.current_stream(self.device)
 
     def new_stream(self) -> Any:
         return self._torch.cuda.Stream(self.device)
@@ -93,7 +97,14 @@ class TorchCudaRuntime:
             if isinstance(copy, Copy):
                 self._tensor(copy.target).copy_(self._tensor(copy.source), non_blocking=True)
                 return None
-            return self._by_torch(copy) if self._kernels is None else self._by_kernels(self._kernels, stream, copy)
+            if self._kernels is None or not self._pinned(copy):
+                return self._by_torch(copy)
+            return self._by_kernels(self._kernels, stream, copy)
+
+    def _pinned(self, copy: CheckedCopy) -> bool:
+        """The kernels read and write chunks from the device, which sees no other host memory."""
+        from_numpy = self._torch.from_numpy
+        return all(from_numpy(writable(chunk)).is_pinned() for chunk in copy.chunks)
 
     def pin(self, buffer: memoryview) -> None:
         """Lock host memory (an L1 arena) in place, so that copies from and to it run at the link's rate."""
@@ -101,6 +112,10 @@ class TorchCudaRuntime:
         code = self._torch.cuda.cudart().cudaHostRegister(array.data_ptr(), array.numel(), 0)
         if int(code):
             raise ConfigError(f"cudaHostRegister refused {array.numel()} bytes with code {int(code)}; see ulimit -l")
+
+    def unpin(self, buffer: memoryview) -> None:
+        """Before that memory is given back."""
+        self._torch.cuda.cudart().cudaHostUnregister(self._tensor(buffer).data_ptr())
 
     def _tensor(self, buffer: Any) -> Any:
         if isinstance(buffer, self._torch.Tensor):

@@ -35,6 +35,7 @@ from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.runtime.clock import SystemClock
+from kvcore.runtime.deaths import DeathWatch, this_process
 from kvcore.runtime.streams import Job
 from kvcore.service.client import Connection, Region, SchedulerClient, WorkerClient, identity_of
 from kvcore.service.local import LocalServerTransport
@@ -308,6 +309,30 @@ def test_pages_of_another_layout_than_the_keys_were_named_for_are_refused() -> N
             await register(rig.worker, rig.pages, rig.device, fingerprints(opaque))
 
     on_cpu(scenario)
+
+
+def test_servers_that_copy_by_themselves_are_refused_pages_on_a_device() -> None:
+    """They can open shared memory of the host only."""
+
+    async def scenario(rig: Rig) -> None:
+        deaths = DeathWatch(asyncio.get_running_loop())
+        client = WorkerClient(
+            rig.connections[:1], Placement("chunk", 1), LAYOUT, 0, "v", lambda segment: Region(PlainArena(1 << 20)),
+            this_process(), "server", deaths,
+        )  # fmt: skip
+        worker = WorkerConnector(LAYOUT, 0, client, share=lambda pages: pytest.fail("pages on a device were shared"))
+        with pytest.raises(ConfigError, match="no server can copy pages on meta"):
+            worker.register(discover([([layer.to("meta") for layer in rig.layers], hints())]), rig.device)
+        client.close()
+        deaths.close()
+
+    on_cpu(scenario)
+
+
+def test_groups_on_several_devices_have_no_device_in_common() -> None:
+    pages = discover([(tensors(), hints()), ([layer.to("meta") for layer in tensors()], hints())])
+    with pytest.raises(ConfigError, match="several devices: cpu, meta"):
+        _ = pages.device_type
 
 
 def test_the_name_of_a_layout_tells_layouts_of_the_pages_apart() -> None:

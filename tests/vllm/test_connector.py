@@ -284,6 +284,11 @@ def test_an_unknown_setting_is_refused() -> None:
     refuse(CASE, "unknown settings", chunk_token=16)
 
 
+def test_servers_that_would_copy_by_themselves_are_refused() -> None:
+    refuse(CASE, "vLLM allocates its pages itself", servers="ipc:///nobody", transfer="server")
+    refuse(CASE, "known are", servers="ipc:///nobody", transfer="anybody")
+
+
 def test_limits_without_an_admission_that_has_them_are_refused() -> None:
     refuse(CASE, 'is for admission = "if-it-pays"', admission_floor_tokens=8)
     refuse(CASE, "must be a whole number", admission="if-it-pays", admission_ceiling_tokens=True)

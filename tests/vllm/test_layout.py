@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.config import AttentionConfig, DeviceConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -22,7 +26,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvcore.connectors.vllm.layout import fingerprints_of, layout_of, namespace_of, pages_of
+from kvcore.connectors.pages import ArrayPages, TensorPages
+from kvcore.connectors.vllm import moving
+from kvcore.connectors.vllm.layout import filled_by, fingerprints_of, layout_of, namespace_of, pages_of
+from kvcore.connectors.vllm.moving import PAGED_CELL_BYTES, Moving, choose, compute_runtime, host_arrays
+from kvcore.device.capability import capability
+from kvcore.device.cpu_engine import CpuCopyEngine
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import BLOCK_TOKENS, Case, CaseRequest
 from kvcore.ladder.targets.vllm_scheduler.engine import (
@@ -63,16 +72,22 @@ def words(*sizes: int) -> torch.Tensor:
     return torch.arange(int(np.prod(sizes)), dtype=torch.int64).view(*sizes)
 
 
+def arrays_of(kv: dict[str, torch.Tensor]) -> list[Any]:
+    arrays = host_arrays(pages_of(kv_config(), kv, "cpu"))
+    assert arrays is not None
+    return arrays
+
+
 def test_pages_are_the_engines_own_memory_however_its_layers_lie() -> None:
     inside, apart = words(40, 3, BLOCK_TOKENS), words(3, 40, BLOCK_TOKENS).transpose(0, 1)
     for memory in (inside, apart):
-        (pages,) = pages_of(kv_config(), tensors(memory))
+        (pages,) = arrays_of(tensors(memory))
         assert pages.shape == (40, 3, PAGE)
         assert bytes(pages[7, 2]) == bytes(memory[7, 2].numpy())
         pages[7, 2] = 255
         assert bool((memory[7, 2] == -1).all())
-    assert pages_of(kv_config(), tensors(inside))[0][5].flags.c_contiguous
-    assert not pages_of(kv_config(), tensors(apart))[0][5].flags.c_contiguous
+    assert arrays_of(tensors(inside))[0][5].flags.c_contiguous
+    assert not arrays_of(tensors(apart))[0][5].flags.c_contiguous
 
 
 @pytest.mark.parametrize(
@@ -80,26 +95,72 @@ def test_pages_are_the_engines_own_memory_however_its_layers_lie() -> None:
     [
         (words(41, 3, BLOCK_TOKENS), "num_blocks would be 41, not 40"),
         (words(80, 3, BLOCK_TOKENS // 2), "num_blocks would be 80, not 40"),
-        (words(40, 3, BLOCK_TOKENS + 1), "the configuration promised"),
+        (words(40, 3, BLOCK_TOKENS + 1), "named for other bytes"),
         (words(40, 3, 2 * BLOCK_TOKENS)[..., ::2], "no single piece of memory"),
         (words(40, 5, BLOCK_TOKENS)[:, [0, 1, 2]].expand(40, 3, BLOCK_TOKENS), ""),
     ],
 )
 def test_tensors_that_are_not_what_was_promised_are_refused(memory: torch.Tensor, text: str) -> None:
     if not text:
-        assert pages_of(kv_config(), tensors(memory)), "a copy of three layers is as good as any"
+        assert pages_of(kv_config(), tensors(memory), "cpu"), "a copy of three layers is as good as any"
         return
     with pytest.raises(ConfigError, match=text):
-        pages_of(kv_config(), tensors(memory))
+        pages_of(kv_config(), tensors(memory), "cpu")
 
 
-def test_layers_that_are_not_equally_far_apart_are_refused() -> None:
+def test_layers_that_are_not_equally_far_apart_are_copied_page_by_page() -> None:
     uneven = tensors(words(40, 5, BLOCK_TOKENS))
     memory = words(40, 5, BLOCK_TOKENS)
     for layer, name in zip((0, 1, 3), uneven, strict=True):
         uneven[name] = memory[:, layer].unsqueeze(1).unsqueeze(-1)
-    with pytest.raises(ConfigError, match="equally far apart"):
-        pages_of(kv_config(), uneven)
+    pages = pages_of(kv_config(), uneven, "cpu")
+    assert host_arrays(pages) is None
+    cell = bytearray(2 * pages.block_bytes(0))
+    carry_out(lambda loop: choose(loop, pages, 1, None), lambda taken: taken.out_of(0, (7, 2), memoryview(cell)))
+    assert bytes(cell) == b"".join(bytes(memory[block, layer].numpy()) for block in (7, 2) for layer in (0, 1, 3))
+
+
+def carry_out(chosen_on: Callable[[Any], Moving], copies: Callable[[Any], list[Any]]) -> None:
+    async def run() -> None:
+        chosen = chosen_on(asyncio.get_running_loop())
+        pages = chosen.pages if isinstance(chosen.pages, TensorPages) else ArrayPages(chosen.pages)
+        ticket = chosen.device.submit(copies(pages), stream="copy")
+        await ticket.wait()
+        assert ticket.error is None
+        chosen.device.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["blocks of all layers", "layers apart"])
+def test_large_cells_are_paged_and_small_ones_are_not_and_nobody_can_tell_by_the_bytes(apart: bool) -> None:
+    memory = words(3, 40, BLOCK_TOKENS).transpose(0, 1) if apart else words(40, 3, BLOCK_TOKENS)
+    pages, blocks, found = pages_of(kv_config(), tensors(memory), "cpu"), (9, 4), []
+    before = memory[list(blocks)].clone()
+    for cell_bytes in (PAGED_CELL_BYTES - 1, PAGED_CELL_BYTES):
+        cell, kinds = bytearray(len(blocks) * 3 * PAGE), dict[str, None]()
+
+        def chosen_on(loop: Any, cell_bytes: int = cell_bytes, kinds: dict[str, None] = kinds) -> Moving:
+            chosen = choose(loop, pages, cell_bytes, None)
+            kinds[type(chosen.device).__name__] = None
+            return chosen
+
+        carry_out(chosen_on, lambda taken, cell=cell: taken.out_of(0, blocks, memoryview(cell)))  # type: ignore[misc]
+        memory[list(blocks)] = 0
+        carry_out(chosen_on, lambda taken, cell=cell: taken.into(0, blocks, memoryview(cell)))  # type: ignore[misc]
+        assert torch.equal(memory[list(blocks)], before)
+        found.append((bytes(cell), *kinds))
+    assert found[0][0] == found[1][0]
+    compiled = not capability().native
+    assert [kind for _, kind in found] == ["ThreadCopyEngine", "CpuCopyEngine" if compiled else "ThreadCopyEngine"]
+
+
+def test_pages_on_a_device_that_nobody_here_can_reach_are_refused() -> None:
+    memory = words(40, 3, BLOCK_TOKENS)
+    pages = pages_of(kv_config(), tensors(memory.to("meta")), "meta")
+    with pytest.raises(ConfigError, match="the pages lie on meta"):
+        compute_runtime(pages)
+    assert compute_runtime(pages_of(kv_config(), tensors(memory), "cpu")) is None
 
 
 def attention(kind: type, **more: Any) -> Any:
@@ -145,10 +206,10 @@ def test_the_order_that_the_configuration_names_must_be_the_one_in_memory(order:
     for named in ("LBHNC", "LBNHC"):
         config.kv_cache_layout = named
         if named == order:
-            assert len(pages_of(config, kv)) == 1
+            assert len(pages_of(config, kv, "cpu")) == 1
         else:
             with pytest.raises(ConfigError, match="lie in the order"):
-                pages_of(config, kv)
+                pages_of(config, kv, "cpu")
 
 
 def test_the_namespace_carries_what_the_bytes_of_a_chunk_are() -> None:
@@ -169,6 +230,30 @@ def test_the_namespace_carries_what_the_bytes_of_a_chunk_are() -> None:
     assert fingerprints_of(kv_config(), "cpu") != fingerprints_of(kv_config(), "cuda"), "another kernel's blocks"
 
 
+def test_blocks_on_a_device_are_named_by_the_backends_that_were_asked_for() -> None:
+    """The order inside a block is the backend's; on the CPU names stay what they were."""
+
+    def named(device: str, **attention: Any) -> str:
+        config = make_config(CASE, {})
+        config.device_config = DeviceConfig("cpu")
+        config.device_config.device_type = device
+        config.attention_config = AttentionConfig(**attention)
+        return filled_by(config)
+
+    flash, triton = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
+    assert named("cpu", backend=flash) == "cpu"
+    names = [named("cuda"), named("cuda", backend=flash), named("cuda", backend=triton)]
+    names.append(named("cuda", backend=triton, backend_per_kind={"sliding_window": flash}))
+    assert names[0] == "cuda"
+    assert len({fingerprints_of(kv_config(), name)[0] for name in names}) == len(names)
+
+
+def test_pages_that_lie_elsewhere_than_the_configuration_says_are_refused() -> None:
+    memory = words(40, 3, BLOCK_TOKENS)
+    with pytest.raises(ConfigError, match="lie on cpu, the configuration promised cuda"):
+        pages_of(kv_config(), tensors(memory), "cuda")
+
+
 class LayersApart(FakeRunner):
     """A runner whose layers lie one behind the other, as the real engine on CPU has them."""
 
@@ -180,7 +265,9 @@ class LayersApart(FakeRunner):
         connector.register_kv_caches(self.layers)
 
 
-def test_blocks_whose_layers_lie_apart_are_stored_and_loaded() -> None:
+@pytest.mark.parametrize("paged_from", [1, PAGED_CELL_BYTES], ids=["paged", "by numpy"])
+def test_blocks_whose_layers_lie_apart_are_stored_and_loaded(paged_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PAGED_CELL_BYTES", paged_from)
     transfer = {
         "kv_connector": "KvcoreConnector",
         "kv_connector_module_path": "kvcore.connectors.vllm",
@@ -209,5 +296,6 @@ def test_blocks_whose_layers_lie_apart_are_stored_and_loaded() -> None:
     assert not findings
     assert worker._side.worker.statistics().loads >= len(CASE.requests)
     assert worker._side.worker.statistics().loads_failed == 0
+    assert isinstance(worker._side.device, CpuCopyEngine) == (paged_from == 1 and not capability().native)
     scheduler.connector.shutdown()
     worker.shutdown()

@@ -16,7 +16,7 @@ going on would deliver what was computed over the hole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.views import Finished
 from kvcore.connectors.vllm.events import EventBook, StoredMetadata, wants_events
 from kvcore.connectors.vllm.hashes import BlockHasher
-from kvcore.connectors.vllm.layout import block_sizes_of, layout_of, namespace_of, pages_of
+from kvcore.connectors.vllm.layout import block_sizes_of, filled_by, layout_of, namespace_of, pages_of
+from kvcore.connectors.vllm.moving import compute_runtime
 from kvcore.connectors.vllm.scheduler import SchedulerHalf
 from kvcore.connectors.vllm.settings import Settings
 from kvcore.connectors.vllm.sides import EngineConfig, attach, check_process
@@ -69,6 +70,10 @@ def _check(vllm_config: Any, transfer: Any, layout: CacheLayout, settings: Setti
         raise ConfigError("load_async = false with overlapping batches: vLLM would deliver what a failed load computed")
 
 
+def _nothing() -> None:
+    """Of an engine that computes on the host: it has no streams."""
+
+
 class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module text."""
 
@@ -90,6 +95,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
             noted=noted,
         )
         self._book = EventBook(self._layout.chunk_tokens, block_tokens) if noted else None
+        self._filler = filled_by(vllm_config)
         self._load_async = settings.load_async
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else None
         self._attached = attach(engine, settings, rank)
@@ -97,6 +103,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._side = self._attached.side
         self._open = True
         self._active = False  # of a worker: this step's hooks have something to do
+        self._follow: Callable[[], None] = _nothing  # where events are recorded: the stream that we are called on
         self._build_halves(overlapping=vllm_config.max_concurrent_batches > 1)
 
     def _build_halves(self, overlapping: bool) -> None:
@@ -187,9 +194,11 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ worker, in the order of the calls
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = pages_of(self._kv_cache_config, kv_caches)
-        assert self._side.device is not None
-        self._run(self._worker.register(pages, self._side.device))
+        pages = pages_of(self._kv_cache_config, kv_caches, self._filler)
+        runtime, side = compute_runtime(pages), self._side
+        if runtime is not None:
+            self._follow = runtime.follow
+        self._run(self._worker.register(lambda: side.moving(pages, runtime)))
 
     def handle_preemptions(self, kv_connector_metadata: KvcoreMetadata) -> None:
         if self._attached.host is not None:
@@ -201,6 +210,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if metadata.step.loads:
+            self._follow()
             self._run(self._worker.start_load(metadata.step))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -212,6 +222,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self._active:
+            self._follow()
             self._run(self._worker.wait_save())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -29,14 +29,18 @@ from typing import Any, Protocol, TypeVar, cast
 
 from kvcore.admission import Limits
 from kvcore.connectors.measured import LoadIfItPays
+from kvcore.connectors.pages import TensorPages
+from kvcore.connectors.registration import layout_name
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.vllm.hashes import BlockHasher
+from kvcore.connectors.vllm.moving import Moving, choose
 from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.connectors.worker import WorkerConnector
+from kvcore.device.cuda_runtime import TorchCudaRuntime
 from kvcore.errors import ConfigError
 from kvcore.eviction import EvictionPolicy, LruPolicy, S3FifoPolicy
 from kvcore.groups import CacheLayout
-from kvcore.keys import Namespace, digest_fields
+from kvcore.keys import Namespace
 from kvcore.l1 import L1Cache
 from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.open import open_adapter
@@ -44,7 +48,6 @@ from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.ports import Clock, CopyEngine, Executor, Notice
 from kvcore.runtime.clock import SystemClock
-from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.loop_thread import LoopThread
 from kvcore.runtime.notice import EventfdNotice
@@ -71,7 +74,7 @@ class Runner(Protocol):
 
 
 class HostPorts(Protocol):
-    """The outside of a host. `device` belongs to one engine, everything else to the host; used on the loop only."""
+    """The outside of a host. What `moving` gives belongs to one engine, all else to the host; used on the loop only."""
 
     clock: Clock
 
@@ -79,7 +82,9 @@ class HostPorts(Protocol):
 
     def notice(self) -> Notice: ...
 
-    def device(self) -> CopyEngine: ...
+    def moving(self, pages: TensorPages, cell_bytes: int, runtime: TorchCudaRuntime | None) -> Moving:
+        """See `moving.choose`."""
+        ...
 
 
 class ThreadPorts:
@@ -95,8 +100,8 @@ class ThreadPorts:
     def notice(self) -> Notice:
         return EventfdNotice(self._loop)
 
-    def device(self) -> CopyEngine:
-        return ThreadCopyEngine(self._loop)
+    def moving(self, pages: TensorPages, cell_bytes: int, runtime: TorchCudaRuntime | None) -> Moving:
+        return choose(self._loop, pages, cell_bytes, runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,7 @@ class CacheHost:
         self._transport = LocalServerTransport(asyncio.get_running_loop())
         self.server.attach(self._transport)
         self._sides = 0
+        self._pinned: TorchCudaRuntime | None = None  # whoever has locked the arena's memory, until `close`
 
     def _open_adapters(self) -> Sequence[L2Adapter]:
         ports = self._ports
@@ -199,8 +205,15 @@ class CacheHost:
         worker = WorkerConnector(
             config.layout, 0, cast(WorkerClient, notes or worker_client), clock=None if limits is None else clock
         )
-        device = self._ports.device()
-        return EngineSide(connection, scheduler_client, worker_client, scheduler, worker, device, hasher, clock, notes)
+        return EngineSide(
+            connection, scheduler_client, worker_client, scheduler, worker, hasher, clock, self._moving, notes
+        )
+
+    def _moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
+        if runtime is not None and self._pinned is None:
+            runtime.pin(self._arena.buffer)
+            self._pinned = runtime
+        return self._ports.moving(pages, smallest_cell_bytes(self.config.layout), runtime)
 
     def statistics(self) -> HostStatistics:
         return HostStatistics(self.storage.statistics(), self.server.statistics())
@@ -212,6 +225,8 @@ class CacheHost:
             await self.storage.close()
         finally:
             self._executor.close()
+            if self._pinned is not None:
+                self._pinned.unpin(self._arena.buffer)
             self._arena.close()
 
 
@@ -224,10 +239,19 @@ class EngineSide:
     worker_client: WorkerClient
     scheduler: SchedulerConnector
     worker: WorkerConnector
-    device: CopyEngine
     hasher: BlockHasher
     clock: Clock
+    choose: Callable[[TensorPages, TorchCudaRuntime | None], Moving]
     noted: NotedStores | None = None
+    device: CopyEngine | None = None  # from the registration of pages on
+
+    def moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
+        """Who moves the pages of its worker. A copy engine of an earlier registration ends."""
+        if self.device is not None:
+            self.device.close()
+        chosen = self.choose(pages, runtime)
+        self.device = chosen.device
+        return chosen
 
     @property
     def quiet(self) -> bool:
@@ -239,7 +263,8 @@ class EngineSide:
         self.scheduler_client.close()
         self.worker_client.close()
         self.connection.close()
-        self.device.close()
+        if self.device is not None:
+            self.device.close()
 
 
 class LocalHost:
@@ -265,6 +290,10 @@ async def _open(config: HostConfig, ports: Callable[[], HostPorts]) -> CacheHost
     return CacheHost(config, ports())
 
 
+def smallest_cell_bytes(layout: CacheLayout) -> int:
+    return min(layout.cell_bytes(group) for group in range(len(layout.groups)))
+
+
 def engine_namespace(
     layout: CacheLayout,
     *,
@@ -279,8 +308,6 @@ def engine_namespace(
 
     `kv_fingerprints`: per group what the bytes of a chunk are (`kvcore.device.fingerprint`).
     """
-    assert len(kv_fingerprints) == len(layout.groups)
-    fields = {"cache": layout.fingerprint} | {f"kv{index}": text for index, text in enumerate(kv_fingerprints)}
     named = Namespace(
         model_name=model_name,
         model_revision=revision,
@@ -290,4 +317,4 @@ def engine_namespace(
         engine_algorithm=algorithm,
         engine_seed=seed,
     )
-    return replace(named, layout=digest_fields("engine layout", fields).hex()[:32])
+    return replace(named, layout=layout_name(layout, kv_fingerprints))

@@ -5,11 +5,12 @@ block ids, and the pages of one group may lie over those of another.
 
 The pages of one layer are copied whole: what a block looks like inside depends on the attention backend (on CPU the
 shape says K|V side by side, while the kernel fills one half of a block with K and the other with V). So blocks are
-*opaque* (`kvcore.device.formats`), named by device and inner order. Each layer's block must be one piece of memory, and
-the layers of a group equally far apart: all layers of a block together, or each layer for itself.
+*opaque* (`kvcore.device.formats`), named by device and inner order. Each layer's block must be one piece of memory; the
+layers may lie as they like.
 
 The namespace must know the layout before there is any tensor. `fingerprints_of` says it from the configuration; at
-registration the tensors are discovered, and must give the same fingerprints, or the engine is refused.
+registration the tensors are discovered, and must give the same fingerprints, or the engine is refused
+(`kvcore.connectors.registration`).
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -17,16 +18,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from kvcore.connectors.pages import TensorPages
+from kvcore.connectors.registration import check_promised, discover
 from kvcore.connectors.vllm.host import engine_namespace
-from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
+from kvcore.device.discover import PagedKV
 from kvcore.device.fingerprint import layout_fingerprint
 from kvcore.device.formats import EngineKVFormat, KVLayout, LayoutHints
 from kvcore.errors import ConfigError
@@ -86,7 +87,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}/{model.dtype}",
         algorithm=str(algorithm),
         seed=_hash_seed(str(algorithm)),
-        kv_fingerprints=fingerprints_of(kv_cache_config, vllm_config.device_config.device_type),
+        kv_fingerprints=fingerprints_of(kv_cache_config, filled_by(vllm_config)),
     )
 
 
@@ -97,16 +98,25 @@ def _hash_seed(algorithm: str) -> str:
     return str(get_none_hash_seed())
 
 
-def fingerprints_of(kv_cache_config: Any, device_type: str) -> list[str]:
-    """Per group what its chunks will be, as the configuration has it."""
-    return [_fingerprint(_expected(kv_cache_config, group, device_type)) for group in kv_cache_config.kv_cache_groups]
+def filled_by(vllm_config: Any) -> str:
+    """Who fills the blocks: "cpu", or another device and the attention backends that were asked for on it."""
+    device, attention = vllm_config.device_config.device_type, vllm_config.attention_config
+    if device == "cpu":
+        return str(device)  # its kernels share one order
+    asked = [("", attention.backend), *sorted(attention.backend_per_kind.items())]
+    return "-".join([device, *(f"{kind}{backend.name}" for kind, backend in asked if backend is not None)])
+
+
+def fingerprints_of(kv_cache_config: Any, filler: str) -> list[str]:
+    """Per group what its chunks will be, as the configuration has it. `filler`: see `filled_by`."""
+    return [_fingerprint(_expected(kv_cache_config, group, filler)) for group in kv_cache_config.kv_cache_groups]
 
 
 def _fingerprint(layout: KVLayout) -> str:
     return layout_fingerprint(layout, order="blocks")
 
 
-def _expected(kv_cache_config: Any, group: Any, device_type: str) -> KVLayout:
+def _expected(kv_cache_config: Any, group: Any, filler: str) -> KVLayout:
     spec = group.kv_cache_spec
     return KVLayout(
         EngineKVFormat.LAYERS_OPAQUE,
@@ -119,7 +129,7 @@ def _expected(kv_cache_config: Any, group: Any, device_type: str) -> KVLayout:
         parts=EngineKVFormat.LAYERS_OPAQUE.kv_parts,
         inner=("",),
         layer_block_bytes=spec.page_size_bytes,
-        opaque=f"vllm/{device_type}/{_inner_order(kv_cache_config)}",
+        opaque=f"vllm/{filler}/{_inner_order(kv_cache_config)}",
     )
 
 
@@ -128,31 +138,33 @@ def _inner_order(kv_cache_config: Any) -> str:
     return "".join(axis for axis in kv_cache_config.kv_cache_layout or "" if axis in "HNC")
 
 
-def pages_of(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
-    """`pages[g]`: [blocks, layers, page bytes] of group g, on the engine's own memory.
+def pages_of(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], filler: str) -> TensorPages:
+    """The groups' tensors, discovered. `filler`: see `filled_by`.
 
-    Raises ConfigError when the tensors are not what the configuration has promised.
+    Raises ConfigError when the tensors are not what the namespace promises.
     """
-    return [_pages(kv_cache_config, index, kv_caches) for index in range(len(kv_cache_config.kv_cache_groups))]
+    groups = kv_cache_config.kv_cache_groups
+    layouts = [_expected(kv_cache_config, group, filler) for group in groups]
+    tensors = [[kv_caches[name] for name in group.layer_names] for group in groups]
+    pages = discover([(layers, _hints(layout)) for layers, layout in zip(tensors, layouts, strict=True)])
+    if pages.device_type != filler.partition("-")[0]:
+        raise ConfigError(f"the pages lie on {pages.device_type}, the configuration promised {filler}")
+    check_promised(pages, fingerprints_of(kv_cache_config, filler))
+    for index, kv in enumerate(pages.groups):
+        _check_inner_order(kv, _inner_order(kv_cache_config), index)
+        _check_whole(kv, index)
+    return pages
 
 
-def _pages(kv_cache_config: Any, index: int, kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    group = kv_cache_config.kv_cache_groups[index]
-    tensors = [kv_caches[name] for name in group.layer_names]
-    expected = _expected(kv_cache_config, group, tensors[0].device.type)
-    hints = LayoutHints(
-        num_layers=expected.num_layers,
-        num_blocks=expected.num_blocks,
-        block_tokens=expected.block_tokens,
-        num_heads=expected.num_heads,
-        head_size=expected.head_size,
-        opaque=expected.opaque,
+def _hints(layout: KVLayout) -> LayoutHints:
+    return LayoutHints(
+        num_layers=layout.num_layers,
+        num_blocks=layout.num_blocks,
+        block_tokens=layout.block_tokens,
+        num_heads=layout.num_heads,
+        head_size=layout.head_size,
+        opaque=layout.opaque,
     )
-    kv = normalize_kv_and_discover_format(tensors, hints)
-    if _fingerprint(kv.layout) != _fingerprint(expected):
-        raise ConfigError(f"group {index}: the pages are {kv.layout}, the configuration promised {expected}")
-    _check_inner_order(kv, _inner_order(kv_cache_config), index)
-    return _whole_pages(kv, index)
 
 
 def _check_inner_order(kv: PagedKV, order: str, index: int) -> None:
@@ -163,20 +175,9 @@ def _check_inner_order(kv: PagedKV, order: str, index: int) -> None:
         raise ConfigError(f"group {index}: the pages lie in the order {found}, the configuration promised {order}")
 
 
-def _whole_pages(kv: PagedKV, index: int) -> Any:
-    """[blocks, layers, page bytes] over the layers' own memory."""
-    planes = kv.planes.simplified().planes
-    steps = {after.base - before.base for before, after in pairwise(planes)} or {planes[0].share_bytes}
-    if len(steps) > 1 or min(steps) < 0 or any(plane.run_bytes != plane.share_bytes for plane in planes):
+def _check_whole(kv: PagedKV, index: int) -> None:
+    if any(plane.run_bytes != plane.share_bytes for plane in kv.planes.simplified().planes):
         raise ConfigError(
-            f"group {index}: a block of one layer is no single piece of memory, or its {len(planes)} layers are not "
-            "equally far apart; use a cache layout in which blocks are compact (LBHNC, LBNHC, BLHNC, BLNHC)"
+            f"group {index}: a block of one layer is no single piece of memory; use a cache layout in which blocks are "
+            "compact (LBHNC, LBNHC, BLHNC, BLNHC)"
         )
-    first, page = kv.layers[0][0], planes[0].share_bytes
-    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(
-        first.untyped_storage(),
-        first.storage_offset() * first.element_size(),
-        (kv.layout.num_blocks, len(planes), page),
-        (planes[0].block_stride_bytes, steps.pop(), 1),
-    )
-    return np.asarray(flat.numpy())

@@ -7,6 +7,7 @@
     policy         its eviction: "lru" (default) or "s3fifo"
     chunk_tokens   the wish (default 256); the nearest size that fits the engine's blocks is taken
     load_async     default true
+    transfer       "worker" (default and only): servers copy by themselves only from and to shared memory on the host
     admission      "always" (default), or "if-it-pays": what is found is loaded where measured rates say that computing
                    it would cost more (`kvcore.connectors.admission`)
     admission_floor_tokens     shorter prefixes are never loaded
@@ -27,6 +28,7 @@ from kvcore.connectors.admission import MODES
 from kvcore.connectors.vllm.host import POLICIES
 from kvcore.errors import ConfigError
 from kvcore.placement import PlacementMode
+from kvcore.service.protocol import Transfer
 
 L1_BYTES = 1 << 30
 _OF_THE_ENGINE: dict[str, Any] = {"l1_bytes": L1_BYTES, "l2": (), "policy": "lru", "host": None}
@@ -43,6 +45,7 @@ class Settings:
     policy: str = "lru"
     chunk_tokens: int | None = None
     load_async: bool = True
+    transfer: Transfer = "worker"
     admission: str = "always"
     admission_floor_tokens: int = 0
     admission_ceiling_tokens: int | None = None
@@ -69,6 +72,12 @@ class Settings:
             raise ConfigError(f"load_async = {self.load_async!r} must be true or false")
         _one_of("placement", self.placement, get_args(PlacementMode))
         _one_of("policy", self.policy, tuple(POLICIES))
+        _one_of("transfer", self.transfer, get_args(Transfer))
+        if self.transfer == "server":
+            raise ConfigError(
+                "transfer = server: servers can copy only from and to pages in shared memory on the host, and vLLM "
+                "allocates its pages itself; leave it at worker"
+            )
         _one_of("admission", self.admission, MODES)
         self._check_limits()
         self._check_whose()

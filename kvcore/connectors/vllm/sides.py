@@ -30,18 +30,27 @@ from typing import Protocol, cast
 
 from kvcore.admission import Limits
 from kvcore.connectors.measured import LoadIfItPays
+from kvcore.connectors.pages import TensorPages
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.vllm.hashes import BlockHasher
-from kvcore.connectors.vllm.host import CacheHost, EngineSide, HostConfig, LocalHost, Runner
+from kvcore.connectors.vllm.host import (
+    CacheHost,
+    EngineSide,
+    HostConfig,
+    LocalHost,
+    Runner,
+    smallest_cell_bytes,
+)
+from kvcore.connectors.vllm.moving import Moving, choose
 from kvcore.connectors.vllm.settings import Settings
 from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.connectors.worker import WorkerConnector
+from kvcore.device.cuda_runtime import TorchCudaRuntime
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace
 from kvcore.ports import Clock, CopyEngine
 from kvcore.runtime.clock import SystemClock
-from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.runtime.loop_thread import LoopThread
 from kvcore.service import protocol as wire
 from kvcore.service.client import ConnectionState, WorkerClient
@@ -77,9 +86,6 @@ class Side(Protocol):
     def worker(self) -> WorkerConnector | None: ...
 
     @property
-    def device(self) -> CopyEngine | None: ...
-
-    @property
     def hasher(self) -> BlockHasher: ...
 
     @property
@@ -87,6 +93,10 @@ class Side(Protocol):
 
     @property
     def noted(self) -> NotedStores | None: ...
+
+    def moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
+        """Of a worker, at registration: who moves its pages, until `leave` or another registration."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +173,20 @@ class RemoteSide:
     """One half, in front of running servers."""
 
     link: ServerLink
+    layout: CacheLayout
     hasher: BlockHasher
     scheduler: SchedulerConnector | None = None
     worker: WorkerConnector | None = None
     device: CopyEngine | None = None
     clock: Clock = field(default_factory=SystemClock)
     noted: NotedStores | None = None
+
+    def moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
+        if self.device is not None:
+            self.device.close()
+        chosen = choose(asyncio.get_running_loop(), pages, smallest_cell_bytes(self.layout), runtime)
+        self.device = chosen.device
+        return chosen
 
     async def leave(self) -> None:
         self.link.close()
@@ -180,7 +198,7 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
     """The scheduler's half for rank None, else a worker's."""
     loop = asyncio.get_running_loop()
     config = RemoteConfig(settings.servers, settings.placement if len(settings.servers) > 1 else "rank")
-    side = RemoteSide(ServerLink(loop, config, engine.namespace, engine.layout), engine.hasher)
+    side = RemoteSide(ServerLink(loop, config, engine.namespace, engine.layout), engine.layout, engine.hasher)
     if rank is None:
         options = SchedulerConnectorConfig(engine.load_async, LOAD_FAILURES_MAX, steps_end_with_reports=False)
         admission = None if engine.limits is None else LoadIfItPays(engine.layout, SystemClock(), engine.limits)
@@ -190,7 +208,6 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
         client = side.link.worker(rank)
         side.noted = NotedStores(client) if engine.noted else None
         side.worker = WorkerConnector(engine.layout, rank, cast(WorkerClient, side.noted or client), clock=clock)
-        side.device = ThreadCopyEngine(loop)
     try:
         await _greet(side.link, settings.servers)
     except BaseException:

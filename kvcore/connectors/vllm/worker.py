@@ -18,15 +18,16 @@ would be reported as received without its errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from kvcore.connectors.page_check import check_pages
+from kvcore.connectors.pages import TensorPages
 from kvcore.connectors.plan import StepMeta
+from kvcore.connectors.registration import register
 from kvcore.connectors.views import NO_LOADS, Finished, LoadTimes
+from kvcore.connectors.vllm.moving import Moving
 from kvcore.connectors.vllm.store_notes import Note, NotedStores
 from kvcore.connectors.worker import WorkerConnector
-from kvcore.ports import CopyEngine
 
 
 class WorkerHalf:
@@ -41,10 +42,14 @@ class WorkerHalf:
         self._errors: frozenset[int] = frozenset()
         self._loads = NO_LOADS
 
-    async def register(self, pages: Sequence[Any], device: CopyEngine) -> None:
-        """Raises InternalError when bytes do not survive the way to the pages and back."""
-        await check_pages(pages, device)
-        self._core.register(pages, device)
+    async def register(self, choose: Callable[[], Moving]) -> None:
+        """`choose` is called here, on the loop. Raises InternalError when bytes do not survive the way to the pages."""
+        moving = choose()
+        if isinstance(moving.pages, TensorPages):
+            await register(self._core, moving.pages, moving.device)
+        else:
+            await check_pages(moving.pages, moving.device)
+            self._core.register(moving.pages, moving.device)
 
     def enter(self, meta: StepMeta) -> bool:
         """The hooks of this step have something to do. On the engine's thread."""

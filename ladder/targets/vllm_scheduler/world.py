@@ -6,6 +6,9 @@ import random
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from kvcore.connectors.pages import TensorPages
+from kvcore.connectors.vllm.moving import Moving, host_arrays
+from kvcore.device.cuda_runtime import TorchCudaRuntime
 from kvcore.ladder.targets.vllm_scheduler.tokens import Words
 from kvcore.ports import Clock, Copy, CopyTicket, DeviceEvent, Executor, Notice
 from kvcore.sim.loop import SimLoop
@@ -75,7 +78,13 @@ class StepPorts:
     def notice(self) -> Notice:
         return SimNotice(self._loop)
 
-    def device(self) -> FlakyDevice:
+    def moving(self, pages: TensorPages, cell_bytes: int, runtime: TorchCudaRuntime | None) -> Moving:
+        """Plain copies, whatever the size: the simulated device shows what each block goes through."""
+        arrays = host_arrays(pages)
+        assert arrays is not None
+        return Moving(arrays, self._device())
+
+    def _device(self) -> FlakyDevice:
         inner = SimCopyEngine(self._loop, f"device{len(self.devices)}", page_ns=(5_000, 200_000))
         inner.page_ns_of["load"] = (500, 40_000)
         self.devices.append(FlakyDevice(inner, self._rng, self._rate))
