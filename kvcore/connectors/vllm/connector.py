@@ -95,7 +95,6 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
             noted=noted,
         )
         self._book = EventBook(self._layout.chunk_tokens, block_tokens) if noted else None
-        self._filler = filled_by(vllm_config)
         self._load_async = settings.load_async
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else None
         self._attached = attach(engine, settings, rank)
@@ -194,7 +193,7 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ worker, in the order of the calls
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = pages_of(self._kv_cache_config, kv_caches, self._filler)
+        pages = pages_of(self._kv_cache_config, kv_caches, filled_by(self._vllm_config))
         runtime, side = compute_runtime(pages), self._side
         if runtime is not None:
             self._follow = runtime.follow

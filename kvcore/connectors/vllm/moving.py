@@ -13,8 +13,10 @@ into the pages, layers apart (numpy -> kernels):
     16 KiB    59, 56 -> 89, 92            2 MiB    1514, 1462 -> 442, 333      16 MiB   3733, 3881 -> 2494, 2333
      1 MiB   251, 238 -> 288, 257         8 MiB    2187, 2128 -> 1972, 1692    32 MiB   7684, 7704 -> 4619, 4422
 
-At 2 MiB and 8 MiB with all layers of a block together both are equally fast. Models that people serve have cells of
-tens of megabytes; tiny ones of a test have kilobytes.
+The first row is a median of twelve. At 2 MiB and 8 MiB with all layers of a block together both are equally fast. The
+kernels share a batch among threads, so a core that is taken away costs them more: medians of twelve rounds on the same
+cores, busier, had numpy ahead up to 8 MiB. Models that people serve have cells of tens of megabytes; tiny ones of a test
+have kilobytes.
 
 The bytes of a cell are the same whoever moves them (`pages.py`), so what one engine stored another one loads. Layers
 that are not equally far apart have no numpy form: their cells are always paged.
