@@ -15,8 +15,8 @@ into the pages, layers apart (numpy -> kernels):
 
 The first row is a median of twelve. At 2 MiB and 8 MiB with all layers of a block together both are equally fast. The
 kernels share a batch among threads, so a core that is taken away costs them more: medians of twelve rounds on the same
-cores, busier, had numpy ahead up to 8 MiB. Models that people serve have cells of tens of megabytes; tiny ones of a test
-have kilobytes.
+cores, busier, had numpy ahead up to 8 MiB. Models that people serve have cells of tens of megabytes; tiny ones of a
+test have kilobytes.
 
 The bytes of a cell are the same whoever moves them (`pages.py`), so what one engine stored another one loads. Layers
 that are not equally far apart have no numpy form: their cells are always paged.
