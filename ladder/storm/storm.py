@@ -252,10 +252,13 @@ class Storm:
         """With room in L1: twice to have everything stored, once to find it in the files. One request at a time.
 
         Twice, because a damaged record is present until it is first loaded: what is stored meanwhile is not written.
+        A client that was idle since its server's restart learns of it by losing one lookup or store (as in the swarm),
+        so a pass that has found too little is made once more, and that one counts.
         """
         known = self._traffic.known[-REPLAYED:]
+        loadable = sum(self._loadable(len(ask.prompt)) for ask in known)
         await self._fleet.give_room(ROOMY_L1_BYTES)
-        for name in ("store", "mend", "replay"):
+        for name in ("store", "mend", "replay", "replay again"):
             await self._fleet.drop_l1()
             served = [
                 one for ask in known for one in await self._traffic.serve([named(ask, name)], self._traffic.roomy)
@@ -263,12 +266,14 @@ class Storm:
             left = await self._fleet.settle(SETTLE_SECONDS_MAX)
             if left:
                 self._record.problem(f"[leases] the servers did not come to rest: {left}")
-        self._judge_replay(served, sum(self._loadable(len(ask.prompt)) for ask in known))
+            if name == "replay" and _loaded(served) >= REPLAY_HIT_SHARE_MIN * loadable:
+                break
+        self._judge_replay(served, loadable)
 
     def _judge_replay(self, served: list[Served], loadable: int) -> None:
         if len(served) != REPLAYED:
             self._record.problem(f"[crash] {REPLAYED} requests of the last pass took {len(served)} attempts")
-        loaded = sum(admission.external_tokens for one in served for admission in one.admissions)
+        loaded = _loaded(served)
         self._record.counts["chunks loaded in the last pass"] = sum(one.counts["loads_verified"] for one in served)
         self._record.counts["hit percent of the last pass"] = 100 * loaded // loadable
         if loaded < REPLAY_HIT_SHARE_MIN * loadable:
@@ -337,3 +342,8 @@ class Storm:
 
 def _usage(usage: Usage) -> str:
     return f"{usage.files} descriptors, {usage.threads} threads"
+
+
+def _loaded(served: list[Served]) -> int:
+    """Tokens that came out of the cache."""
+    return sum(admission.external_tokens for one in served for admission in one.admissions)
