@@ -263,6 +263,15 @@ class SchedulerConnector:
         self._loads, self._stores, self._ended, self._given_up, self._admitted = {}, [], [], [], {}
         return meta
 
+    @property
+    def idle(self) -> bool:
+        """`build_meta` of a step without requests, and a report without content, would find nothing to do.
+
+        All of it changes in the engine's calls alone, so the engine's thread may look while none of them runs.
+        """
+        planned = self._loads or self._stores or self._ended or self._given_up or self._admitted
+        return not planned and not self._unconfirmed
+
     def _take_step(self, scheduled: ScheduledRequest, loading: frozenset[int]) -> None:
         request_id = scheduled.request_id
         tracker = self._trackers.get(request_id)

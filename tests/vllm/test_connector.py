@@ -17,6 +17,7 @@ from vllm.plugins import load_general_plugins
 
 from kvcore.connectors.vllm import sides
 from kvcore.connectors.vllm.connector import KvcoreConnector
+from kvcore.connectors.vllm.scheduler import SchedulerHalf
 from kvcore.connectors.vllm.stats import COUNTERS, KvcoreStats
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
@@ -299,3 +300,29 @@ def test_limits_without_an_admission_that_has_them_are_refused() -> None:
 def test_synchronous_loads_are_refused_where_their_failure_cannot_be_told() -> None:
     refuse(replace(CASE, windows=(None, 16)), "several cache groups", load_async=False)
     refuse(replace(CASE, async_scheduling=True), "overlapping batches", load_async=False)
+
+
+@pytest.mark.parametrize("extra", [{}, {"load_async": False}, {"admission": "if-it-pays"}], ids=str)
+def test_a_quiet_step_is_one_for_which_the_core_plans_nothing(monkeypatch: pytest.MonkeyPatch, extra: Any) -> None:
+    """What the engine's thread plans without asking the cache's loop is what the loop would have answered."""
+    quiet_step, build_meta = SchedulerHalf.quiet_step, SchedulerHalf.build_meta
+    guesses: list[Any] = []
+
+    def guess(self: Any, output: Any) -> None:
+        guesses.append(quiet_step(self, output))
+        self._steps -= guesses[-1] is not None
+
+    async def compare(self: Any, output: Any) -> Any:
+        step = await build_meta(self, output)
+        assert guesses[-1] in (None, step)
+        return step
+
+    monkeypatch.setattr(SchedulerHalf, "quiet_step", guess)
+    monkeypatch.setattr(SchedulerHalf, "build_meta", compare)
+    with engine_of(**IN_PROCESS, **extra) as engine:
+        for _ in range(3):
+            engine.serve()
+        assert engine.moved.loads > 0
+    quiet = sum(step is not None for step in guesses)
+    assert quiet > 10
+    assert len(guesses) - quiet > 10

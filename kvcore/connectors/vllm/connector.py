@@ -139,7 +139,9 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._run_now(self._scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KvcoreMetadata:
-        step = self._run_now(self._scheduler.build_meta(scheduler_output))
+        step = self._scheduler.quiet_step(scheduler_output)
+        if step is None:
+            step = self._run_now(self._scheduler.build_meta(scheduler_output))
         if self._book is not None:
             self._book.planned(step)
         return KvcoreMetadata(step, os.getpid())

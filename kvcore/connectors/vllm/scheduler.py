@@ -167,6 +167,24 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ steps
 
+    def quiet_step(self, output: Any) -> StepMeta | None:
+        """The plan of a step in which nothing begins, ends, grows or completes a chunk; None: see `build_meta`.
+
+        On the engine's thread, as `step_ended`: it reads what only the engine's calls change, and the way to the loop
+        and back costs more than the rest of the hooks.
+        """
+        if self._allocated or output.preempted_req_ids or not self._core.idle:
+            return None
+        running = _running(output.scheduled_cached_reqs)
+        for name, count in output.num_scheduled_tokens.items():
+            if running.get(name, _NOT_RUNNING) is not None or not self._completes_nothing(name, count):
+                return None
+        self._core.admission.step_begins((), loads=False)
+        if not output.total_num_scheduled_tokens:
+            self._core.admission.step_empty()
+        self._steps += 1
+        return StepMeta(self._steps - 1, (), (), (), (), ())
+
     async def build_meta(self, output: Any) -> StepMeta:
         self._catch_up_report()
         preempted = self._preempted(output.preempted_req_ids or ())
@@ -198,15 +216,18 @@ class SchedulerHalf:
 
     def _steady(self, request_id: str, count: int, running: Running) -> bool:
         """It goes on running and completes no chunk in this step: the core need not look at it."""
-        known = self._known[request_id]
-        if not known.due_tokens or request_id not in running:
-            return False
-        if known.request.num_computed_tokens + count >= known.due_tokens:
+        if request_id not in running or not self._completes_nothing(request_id, count):
             return False
         new = running[request_id]
         if new is not None:
-            self._grow(known, new)
+            self._grow(self._known[request_id], new)
         return True
+
+    def _completes_nothing(self, request_id: str, count: int) -> bool:
+        """Due 0: it is not known yet what would be due."""
+        known = self._known[request_id]
+        computed: int = known.request.num_computed_tokens
+        return computed + count < known.due_tokens
 
     def _note_due(self, request_id: str) -> None:
         tracker = self._core.tracker(request_id)
@@ -246,6 +267,7 @@ class SchedulerHalf:
 
 Running = dict[str, BlockTable | None]
 """Requests that ran in an earlier step and go on: their new blocks, None where there are none."""
+_NOT_RUNNING: BlockTable = ()
 
 
 def _running(cached: Any) -> Running:
