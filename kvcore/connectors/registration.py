@@ -24,7 +24,7 @@ from kvcore.connectors.pages import TensorPages
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.device.discover import normalize_kv_and_discover_format
 from kvcore.device.fingerprint import layout_fingerprint
-from kvcore.device.formats import LayoutHints
+from kvcore.device.formats import KVLayout, LayoutHints
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import digest_fields
@@ -36,9 +36,14 @@ def discover(groups: Sequence[tuple[Any, LayoutHints]]) -> TensorPages:
     return TensorPages([normalize_kv_and_discover_format(tensors, hints) for tensors, hints in groups])
 
 
+def fingerprint(layout: KVLayout) -> str:
+    """What the bytes of a cell are, from pages of this layout."""
+    return layout_fingerprint(layout, order="blocks")
+
+
 def fingerprints(pages: TensorPages) -> tuple[str, ...]:
     """Per group what the bytes of a cell are."""
-    return tuple(layout_fingerprint(kv.layout, order="blocks") for kv in pages.groups)
+    return tuple(fingerprint(kv.layout) for kv in pages.groups)
 
 
 def layout_name(layout: CacheLayout, kv_fingerprints: Sequence[str]) -> str:

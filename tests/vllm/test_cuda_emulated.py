@@ -218,7 +218,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 def test_on_a_device_a_second_pass_hits_and_every_slot_is_right(gpu: Gpu, windows: Any, load_async: bool) -> None:
     case = replace(CASE, windows=windows)
     with engine_of(gpu, case, load_async=load_async, **IN_PROCESS) as engine:
-        assert isinstance(engine.worker._side.device, CudaCopyEngine)
+        assert isinstance(engine.worker._side.mover.device, CudaCopyEngine)
         engine.serve()
         engine.serve()
         assert (engine.findings, engine.changed_later()) == ([], [])

@@ -296,6 +296,6 @@ def test_blocks_whose_layers_lie_apart_are_stored_and_loaded(paged_from: int, mo
     assert not findings
     assert worker._side.worker.statistics().loads >= len(CASE.requests)
     assert worker._side.worker.statistics().loads_failed == 0
-    assert isinstance(worker._side.device, CpuCopyEngine) == (paged_from == 1 and not capability().native)
+    assert isinstance(worker._side.mover.device, CpuCopyEngine) == (paged_from == 1 and not capability().native)
     scheduler.connector.shutdown()
     worker.shutdown()

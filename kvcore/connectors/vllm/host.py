@@ -25,13 +25,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from kvcore.admission import Limits
-from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.pages import TensorPages
 from kvcore.connectors.registration import layout_name
-from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
+from kvcore.connectors.scheduler import SchedulerConnector
+from kvcore.connectors.vllm.halves import PageMover, scheduler_half, worker_half
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.vllm.moving import Moving, choose
 from kvcore.connectors.vllm.store_notes import NotedStores
@@ -46,7 +46,7 @@ from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.open import open_adapter
 from kvcore.memory import PlainArena
 from kvcore.placement import Placement
-from kvcore.ports import Clock, CopyEngine, Executor, Notice
+from kvcore.ports import Clock, Executor, Notice
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.loop_thread import LoopThread
@@ -194,17 +194,17 @@ class CacheHost:
         scheduler_client = SchedulerClient([connection], self._placement, config.layout, clock)
         region = Region(self._arena)
         worker_client = WorkerClient([connection], self._placement, config.layout, 0, name, lambda _: region)
-        scheduler = SchedulerConnector(
+        scheduler = scheduler_half(
             config.layout,
             hasher,
             scheduler_client,
-            SchedulerConnectorConfig(load_async, load_failures_max, f"{name}/", steps_end_with_reports=False),
-            None if limits is None else LoadIfItPays(config.layout, clock, limits),
+            clock,
+            limits,
+            load_async=load_async,
+            load_failures_max=load_failures_max,
+            session_prefix=f"{name}/",
         )
-        notes = NotedStores(worker_client) if noted else None
-        worker = WorkerConnector(
-            config.layout, 0, cast(WorkerClient, notes or worker_client), clock=None if limits is None else clock
-        )
+        worker, notes = worker_half(config.layout, 0, worker_client, clock, limits, noted=noted)
         return EngineSide(
             connection, scheduler_client, worker_client, scheduler, worker, hasher, clock, self._moving, notes
         )
@@ -243,15 +243,11 @@ class EngineSide:
     clock: Clock
     choose: Callable[[TensorPages, TorchCudaRuntime | None], Moving]
     noted: NotedStores | None = None
-    device: CopyEngine | None = None  # from the registration of pages on
+    mover: PageMover = field(default_factory=PageMover)
 
     def moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
-        """Who moves the pages of its worker. A copy engine of an earlier registration ends."""
-        if self.device is not None:
-            self.device.close()
-        chosen = self.choose(pages, runtime)
-        self.device = chosen.device
-        return chosen
+        """Who moves the pages of its worker."""
+        return self.mover.take(self.choose(pages, runtime))
 
     @property
     def quiet(self) -> bool:
@@ -263,8 +259,7 @@ class EngineSide:
         self.scheduler_client.close()
         self.worker_client.close()
         self.connection.close()
-        if self.device is not None:
-            self.device.close()
+        self.mover.close()
 
 
 class LocalHost:

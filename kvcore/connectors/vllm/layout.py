@@ -25,10 +25,9 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_blo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcore.connectors.pages import TensorPages
-from kvcore.connectors.registration import check_promised, discover
+from kvcore.connectors.registration import check_promised, discover, fingerprint
 from kvcore.connectors.vllm.host import engine_namespace
 from kvcore.device.discover import PagedKV
-from kvcore.device.fingerprint import layout_fingerprint
 from kvcore.device.formats import EngineKVFormat, KVLayout, LayoutHints
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup, negotiate_chunk_tokens
@@ -109,11 +108,7 @@ def filled_by(vllm_config: Any) -> str:
 
 def fingerprints_of(kv_cache_config: Any, filler: str) -> list[str]:
     """Per group what its chunks will be, as the configuration has it. `filler`: see `filled_by`."""
-    return [_fingerprint(_expected(kv_cache_config, group, filler)) for group in kv_cache_config.kv_cache_groups]
-
-
-def _fingerprint(layout: KVLayout) -> str:
-    return layout_fingerprint(layout, order="blocks")
+    return [fingerprint(_expected(kv_cache_config, group, filler)) for group in kv_cache_config.kv_cache_groups]
 
 
 def _expected(kv_cache_config: Any, group: Any, filler: str) -> KVLayout:

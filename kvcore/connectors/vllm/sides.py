@@ -26,12 +26,12 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 from kvcore.admission import Limits
-from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.pages import TensorPages
-from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
+from kvcore.connectors.scheduler import SchedulerConnector
+from kvcore.connectors.vllm.halves import PageMover, scheduler_half, worker_half
 from kvcore.connectors.vllm.hashes import BlockHasher
 from kvcore.connectors.vllm.host import (
     CacheHost,
@@ -49,11 +49,11 @@ from kvcore.device.cuda_runtime import TorchCudaRuntime
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.keys import Namespace
-from kvcore.ports import Clock, CopyEngine
+from kvcore.ports import Clock
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.loop_thread import LoopThread
 from kvcore.service import protocol as wire
-from kvcore.service.client import ConnectionState, WorkerClient
+from kvcore.service.client import ConnectionState
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 LOAD_FAILURES_MAX = 1
@@ -177,21 +177,16 @@ class RemoteSide:
     hasher: BlockHasher
     scheduler: SchedulerConnector | None = None
     worker: WorkerConnector | None = None
-    device: CopyEngine | None = None
+    mover: PageMover = field(default_factory=PageMover)
     clock: Clock = field(default_factory=SystemClock)
     noted: NotedStores | None = None
 
     def moving(self, pages: TensorPages, runtime: TorchCudaRuntime | None) -> Moving:
-        if self.device is not None:
-            self.device.close()
-        chosen = choose(asyncio.get_running_loop(), pages, smallest_cell_bytes(self.layout), runtime)
-        self.device = chosen.device
-        return chosen
+        return self.mover.take(choose(asyncio.get_running_loop(), pages, smallest_cell_bytes(self.layout), runtime))
 
     async def leave(self) -> None:
         self.link.close()
-        if self.device is not None:
-            self.device.close()
+        self.mover.close()
 
 
 async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> RemoteSide:
@@ -200,14 +195,19 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
     config = RemoteConfig(settings.servers, settings.placement if len(settings.servers) > 1 else "rank")
     side = RemoteSide(ServerLink(loop, config, engine.namespace, engine.layout), engine.layout, engine.hasher)
     if rank is None:
-        options = SchedulerConnectorConfig(engine.load_async, LOAD_FAILURES_MAX, steps_end_with_reports=False)
-        admission = None if engine.limits is None else LoadIfItPays(engine.layout, SystemClock(), engine.limits)
-        side.scheduler = SchedulerConnector(engine.layout, engine.hasher, side.link.scheduler(), options, admission)
+        side.scheduler = scheduler_half(
+            engine.layout,
+            engine.hasher,
+            side.link.scheduler(),
+            side.clock,
+            engine.limits,
+            load_async=engine.load_async,
+            load_failures_max=LOAD_FAILURES_MAX,
+        )
     else:
-        clock = None if engine.limits is None else SystemClock()
-        client = side.link.worker(rank)
-        side.noted = NotedStores(client) if engine.noted else None
-        side.worker = WorkerConnector(engine.layout, rank, cast(WorkerClient, side.noted or client), clock=clock)
+        side.worker, side.noted = worker_half(
+            engine.layout, rank, side.link.worker(rank), side.clock, engine.limits, noted=engine.noted
+        )
     try:
         await _greet(side.link, settings.servers)
     except BaseException:

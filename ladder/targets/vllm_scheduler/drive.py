@@ -134,7 +134,7 @@ class _PassRun:
             subject.spoil(self._scheduler.connector, self._worker)
         self._side = shared.side(str(config.kv_transfer_config.engine_id))
         self._fake = FakeRunner(case, self._worker, self._findings)
-        device = self._side.device
+        device = self._side.mover.device
         assert isinstance(device, FlakyDevice)
         device.register_pages([self._fake.pages])
         self._ended: dict[str, list[int]] = {}
