@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kvcore.device.cuda_engine import CudaCopyEngine
+from kvcore.ladder.cuda_mutants import DoneWhenQueued, ProducerIsNotWaitedFor
 from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.ports import Copy
-from kvcore.runtime.streams import Job
 
 BLOCKS, BLOCK_BYTES, STEPS, SEEDS = 3, 1024, 6, range(40)
 
@@ -78,17 +78,6 @@ def wrong_bytes(engine: type[CudaCopyEngine], seed: int, *, fence: bool = True) 
 
 def caught_at(engine: type[CudaCopyEngine], **options: bool) -> int | None:
     return next((seed for seed in SEEDS if wrong_bytes(engine, seed, **options)), None)
-
-
-class ProducerIsNotWaitedFor(CudaCopyEngine):
-    def submit(self, copies: Any, *, stream: str, after: Any = ()) -> Job:
-        return super().submit(copies, stream=stream)
-
-
-class DoneWhenQueued(CudaCopyEngine):
-    def _carry_out(self, stream: Any, copies: Any) -> None:
-        for copy in copies:
-            self._runtime.queue(stream, copy)
 
 
 def test_the_whole_chain_moves_the_right_bytes_in_every_order() -> None:

@@ -31,12 +31,12 @@ from kvcore.eviction import LruPolicy
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
 from kvcore.l1 import L1Cache
+from kvcore.ladder.cuda_mutants import DoneWhenQueued, ProducerIsNotWaitedFor
 from kvcore.ladder.emulated_cuda import EmulatedCuda
 from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.deaths import DeathWatch, this_process
-from kvcore.runtime.streams import Job
 from kvcore.service.client import Connection, Region, SchedulerClient, WorkerClient, identity_of
 from kvcore.service.local import LocalServerTransport
 from kvcore.service.server import CacheServer, ServerConfig
@@ -204,17 +204,6 @@ def test_an_engines_tensors_are_stored_and_loaded_into_other_blocks(on: Callable
 
 async def stores(rig: Rig) -> None:
     await rig.run()
-
-
-class ProducerIsNotWaitedFor(CudaCopyEngine):
-    def submit(self, copies: Any, *, stream: str, after: Any = ()) -> Job:
-        return super().submit(copies, stream=stream)
-
-
-class DoneWhenQueued(CudaCopyEngine):
-    def _carry_out(self, stream: Any, copies: Any) -> None:
-        for copy in copies:
-            self._runtime.queue(stream, copy)
 
 
 def test_no_order_of_the_device_lets_wrong_bytes_be_published() -> None:
