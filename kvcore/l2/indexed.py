@@ -54,31 +54,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from typing import TypeVar
 
-from kvcore.errors import CallerError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import work
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
 from kvcore.l2.index import Entry, Index, State
-from kvcore.l2.indexed_tasks import LoadTask, Read, StoreItem, StoreTask, Write, make_read, make_write
+from kvcore.l2.indexed_tasks import Read, StoreItem, Write, make_read, make_write
 from kvcore.l2.shared_work import byte_views
-from kvcore.l2.statistics import L2Counts, L2Statistics
-from kvcore.ports import Executor, Notice, Outcome
+from kvcore.l2.statistics import L2Statistics
+from kvcore.l2.tasks import BitTask, StoreTask
+from kvcore.ports import Executor, Notice
 from kvcore.quota import Quota
-from kvcore.runtime.confined import LoopConfined
-
-T = TypeVar("T")
 
 _DELETE_TRIES = 3
 
 STRONG = LockStrength(LockKind.STRONG)
 
 
-class IndexedAdapter:
+class IndexedAdapter(BackedAdapter[Backend]):
     """`kvcore.l2.adapter.L2Adapter` over `backend`. Opens the backend: blocking, meant for start-up.
 
     `capacity_bytes` counts whole records (envelope and payload). Raises ConfigError when the backend refuses.
@@ -94,45 +90,23 @@ class IndexedAdapter:
         lock_strength: LockStrength = STRONG,
         quota: Quota | None = None,
     ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise CallerError(f"the capacity of {name} cannot be {capacity_bytes} bytes")
-        self.name = name
-        self.lock_strength = lock_strength
-        self._backend = backend
-        self._executor = executor
+        super().__init__(name, lock_strength, capacity_bytes, executor, backend)
         self._index = Index(capacity_bytes, quota)
-        self._counts = L2Counts()
-        self._tasks = count(1)
-        self._stores_done: dict[TaskId, list[StoreAnswer]] = {}
-        self._lookups_done: dict[TaskId, int] = {}
-        self._loads_done: dict[TaskId, int] = {}
-        self._work_inflight = 0
-        self._closed = False
-        self._confined = LoopConfined()
         self._recover()
-        self.store_notice = notices()
-        self.lookup_notice = notices()
-        self.load_notice = notices()
+        self._announce_by(notices)
 
     # --- lookup and locks --------------------------------------------------------------------------------------
 
     def submit_lookup_and_lock(self, keys: Sequence[ObjectKey]) -> TaskId:
-        task = self._begin_task()
-        bits = 0
+        batch = BitTask(self._begin_task(), 0)
         for position, key in enumerate(keys):
             entry = self._index.visible(key)
             if entry is not None:
                 self._index.lock(entry)
-                bits |= 1 << position
+                batch.bits |= 1 << position
         self._counts.lookups += len(keys)
-        self._counts.lookup_hits += bits.bit_count()
-        self._lookups_done[task] = bits
-        self.lookup_notice.signal()
-        return task
-
-    def take_lookup(self, task: TaskId) -> int | None:
-        self._confined.check()
-        return self._lookups_done.pop(task, None)
+        self._complete_lookup(batch)
+        return batch.task
 
     def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
         self._confined.check()
@@ -163,11 +137,6 @@ class IndexedAdapter:
             self._complete_store(batch)
         self._launch_writes(writes)
         return batch.task
-
-    def pop_completed_stores(self) -> dict[TaskId, list[StoreAnswer]]:
-        self._confined.check()
-        done, self._stores_done = self._stores_done, {}
-        return done
 
     def _store(
         self, batch: StoreTask, place: int, key: ObjectKey, payload: memoryview, record_bytes: int, writes: list[Write]
@@ -200,13 +169,13 @@ class IndexedAdapter:
             orders = [(write.entry.key, write.payload) for write in piece]
             victims = {place: [old.key for old in write.victims] for place, write in enumerate(piece) if write.victims}
             run = partial(work.write_all, self._backend, orders, victims)
-            self._submit(run, partial(self._writes_ended, piece), piece_bytes)
+            broken = partial(work.broken_off, work.WRITE_BROKEN_OFF, len(piece))
+            self._runner.submit(run, partial(self._writes_ended, piece), broken, piece_bytes)
 
-    def _writes_ended(self, piece: list[Write], results: list[work.Written] | None) -> None:
+    def _writes_ended(self, piece: list[Write], results: list[work.Written]) -> None:
         more: list[Write] = []
         gone: list[Entry] = []
         stored = 0
-        results = [work.WRITE_BROKEN_OFF] * len(piece) if results is None else results
         for write, result in zip(piece, results, strict=True):
             batch, position, _, entry, victims = write
             answer = result.answer
@@ -267,26 +236,11 @@ class IndexedAdapter:
         self._counts.answers[answer] += 1
         self._set_answer(batch, position, answer)
 
-    def _set_answer(self, batch: StoreTask, position: int, answer: StoreAnswer) -> None:
-        """An answer that has been counted, or will be before this call into the adapter ends."""
-        answers = batch.answers
-        assert answers[position] is None, "each key of a batch is answered once"
-        answers[position] = answer
-        batch.unanswered -= 1
-        if batch.unanswered == 0:
-            self._complete_store(batch)
-
-    def _complete_store(self, batch: StoreTask) -> None:
-        answers = [answer for answer in batch.answers if answer is not None]
-        assert len(answers) == len(batch.answers)
-        self._stores_done[batch.task] = answers
-        self.store_notice.signal()
-
     # --- load --------------------------------------------------------------------------------------------------
 
     def submit_load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
         views = byte_views(keys, buffers, writable=True)
-        batch = LoadTask(self._begin_task(), 1)  # this call itself: what ends meanwhile completes nothing
+        batch = BitTask(self._begin_task(), 1)  # this call itself: what ends meanwhile completes nothing
         gone: list[Entry] = []
         reads: list[Read] = []
         for position, (key, view) in enumerate(zip(keys, views)):
@@ -303,10 +257,6 @@ class IndexedAdapter:
         self._read_answered(batch)
         self._launch_deletes(gone)
         return batch.task
-
-    def take_load(self, task: TaskId) -> int | None:
-        self._confined.check()
-        return self._loads_done.pop(task, None)
 
     def _loadable(self, key: ObjectKey, into: memoryview, gone: list[Entry]) -> Entry | None:
         entry = self._index.get(key)
@@ -326,12 +276,13 @@ class IndexedAdapter:
     def _launch_reads(self, reads: list[Read]) -> None:
         for piece, piece_bytes in work.slices(reads, [len(read.into) for read in reads]):
             orders = [(read.entry.key, read.into) for read in piece]
-            self._submit(partial(work.read_all, self._backend, orders), partial(self._reads_ended, piece), piece_bytes)
+            run, ended = partial(work.read_all, self._backend, orders), partial(self._reads_ended, piece)
+            broken = partial(work.broken_off, work.READ_BROKEN_OFF, len(piece))
+            self._runner.submit(run, ended, broken, piece_bytes)
 
-    def _reads_ended(self, piece: list[Read], results: list[work.Loaded] | None) -> None:
+    def _reads_ended(self, piece: list[Read], results: list[work.Loaded]) -> None:
         gone: list[Entry] = []
         hits = hit_bytes = 0
-        results = [work.READ_BROKEN_OFF] * len(piece) if results is None else results
         for (batch, position, entry, _), result in zip(piece, results, strict=True):
             if result is work.LOADED:
                 batch.bits |= 1 << position
@@ -353,11 +304,10 @@ class IndexedAdapter:
             self._counts.defects[result.defect] += 1
             self._doom(entry, gone)
 
-    def _read_answered(self, batch: LoadTask) -> None:
+    def _read_answered(self, batch: BitTask) -> None:
         batch.unanswered -= 1
         if batch.unanswered == 0:
-            self._loads_done[batch.task] = batch.bits
-            self.load_notice.signal()
+            self._complete_load(batch)
 
     # --- delete ------------------------------------------------------------------------------------------------
 
@@ -386,13 +336,14 @@ class IndexedAdapter:
     def _launch_deletes(self, gone: list[Entry]) -> None:
         for piece, _ in work.slices(gone, [0] * len(gone)):
             keys = [entry.key for entry in piece]
-            self._submit(partial(work.delete_all, self._backend, keys), partial(self._deletes_ended, piece), 0)
+            run, ended = partial(work.delete_all, self._backend, keys), partial(self._deletes_ended, piece)
+            self._runner.submit_each(run, ended, keys)
 
-    def _deletes_ended(self, piece: list[Entry], errors: list[Exception | None] | None) -> None:
+    def _deletes_ended(self, piece: list[Entry], errors: list[Exception | None]) -> None:
         more: list[Write] = []
         again: list[Entry] = []
-        for position, entry in enumerate(piece):
-            if errors is not None and errors[position] is None:
+        for entry, error in zip(piece, errors, strict=True):
+            if error is None:
                 self._count_removal(entry)
                 self._index.deleted(entry)
             elif self._not_deleted(entry, again):
@@ -413,11 +364,6 @@ class IndexedAdapter:
 
     # --- the rest ----------------------------------------------------------------------------------------------
 
-    @property
-    def work_inflight(self) -> int:
-        """Pieces of blocking work that have not ended. Until it is 0 buffers may be touched, also after `close`."""
-        return self._work_inflight
-
     def usage(self) -> L2Usage:
         index = self._index
         return L2Usage(index.bytes_used, index.capacity_bytes, index.objects, index.locked)
@@ -432,47 +378,12 @@ class IndexedAdapter:
             bytes_used=self._index.bytes_used,
             bytes_reserved=self._index.bytes_reserved,
             bytes_capacity=self._index.capacity_bytes,
-            work_inflight=self._work_inflight,
+            work_inflight=self._runner.inflight,
         )
 
     def check(self) -> None:
         """Assert the index's invariants by a full walk (tests and oracles)."""
         self._index.check()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._confined.check()
-        self._closed = True
-        for notice in (self.store_notice, self.lookup_notice, self.load_notice):
-            notice.close()
-        self._stores_done.clear()
-        self._lookups_done.clear()
-        self._loads_done.clear()
-        self._backend.close()
-
-    def _begin_task(self) -> TaskId:
-        self._check_open()
-        return TaskId(next(self._tasks))
-
-    def _check_open(self) -> None:
-        self._confined.check()
-        if self._closed:
-            raise CallerError(f"the L2 adapter {self.name} is closed")
-
-    def _submit(self, run: Callable[[], list[T]], ended: Callable[[list[T] | None], None], cost_bytes: int) -> None:
-        self._work_inflight += 1
-        try:
-            self._executor.submit(run, partial(self._ended, ended), cost_bytes)
-        except CallerError as error:  # the executor was closed under us
-            self._ended(ended, Outcome(None, error))
-
-    def _ended(self, ended: Callable[[list[T] | None], None], outcome: Outcome[list[T]]) -> None:
-        self._confined.check()
-        self._work_inflight -= 1
-        assert self._work_inflight >= 0
-        if not self._closed:
-            ended(outcome.value if outcome.ok else None)
 
     def _count_removal(self, entry: Entry) -> None:
         if entry.evicted:

@@ -1,33 +1,18 @@
-"""What an indexed adapter remembers of batches and their keys while blocking work of theirs runs.
+"""What an indexed adapter remembers of the keys of batches (`kvcore.l2.tasks`) while blocking work of theirs runs.
 
-Held by the piece of work that they belong to, and, stores that wait for another one, by their key's entry. A task is
-complete, and announced, when `unanswered` is 0. Tuples, since one of each is made per key on the loop.
+Held by the piece of work that they belong to, and, stores that wait for another one, by their key's entry. Tuples,
+since one of each is made per key on the loop: they cost it least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from kvcore.keys import ObjectKey
-from kvcore.l2.adapter import StoreAnswer, TaskId
 from kvcore.l2.index import Entry
-
-
-@dataclass(slots=True, eq=False)
-class StoreTask:
-    task: TaskId
-    answers: list[StoreAnswer | None]
-    unanswered: int
-
-
-@dataclass(slots=True, eq=False)
-class LoadTask:
-    task: TaskId
-    unanswered: int
-    bits: int = 0
+from kvcore.l2.tasks import BitTask, StoreTask
 
 
 class StoreItem(NamedTuple):
@@ -51,7 +36,7 @@ class Write(NamedTuple):
 
 
 class Read(NamedTuple):
-    batch: LoadTask
+    batch: BitTask
     position: int
     entry: Entry
     into: memoryview
@@ -60,4 +45,4 @@ class Read(NamedTuple):
 # tuple.__new__ runs without a Python frame per key
 make_write: Callable[[tuple[StoreTask, int, memoryview, Entry, tuple[Entry, ...]]], Write]
 make_write = partial(tuple.__new__, Write)
-make_read: Callable[[tuple[LoadTask, int, Entry, memoryview]], Read] = partial(tuple.__new__, Read)
+make_read: Callable[[tuple[BitTask, int, Entry, memoryview]], Read] = partial(tuple.__new__, Read)

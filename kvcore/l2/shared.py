@@ -49,24 +49,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 
-from kvcore.errors import CallerError, ConfigError, StoreError
+from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import shared_work as work
 from kvcore.l2.activity import Activities, Activity, Busy
 from kvcore.l2.adapter import L2Usage, StoreAnswer, TaskId
+from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.envelope import Defect
 from kvcore.l2.ledger import Ledger
 from kvcore.l2.shared_backend import SharedBackend
 from kvcore.l2.shared_removal import Remover
-from kvcore.l2.shared_runner import Runner
 from kvcore.l2.shared_scan import Scanner
-from kvcore.l2.shared_tasks import BitTask, StoreItem, StoreTask, Use, Write
-from kvcore.l2.statistics import L2Counts, L2Statistics
+from kvcore.l2.shared_tasks import StoreItem, Use, Write
+from kvcore.l2.statistics import L2Statistics
+from kvcore.l2.tasks import BitTask, StoreTask
 from kvcore.ports import Clock, Executor, Notice
 from kvcore.quota import Quota
-from kvcore.runtime.confined import LoopConfined
 
 _RESCANS_PER_CAPACITY = 4
 _log = logging.getLogger("kvcore.l2")
@@ -75,7 +74,7 @@ _log = logging.getLogger("kvcore.l2")
 _NOWHERE = memoryview(b"")
 
 
-class SharedAdapter:
+class SharedAdapter(BackedAdapter[SharedBackend]):
     """`kvcore.l2.adapter.L2Adapter` over `backend`. Raises ConfigError when the backend refuses for good.
 
     `capacity_bytes` counts whole records, of all processes as far as the ledger knows them; None: the store sees to it
@@ -93,33 +92,19 @@ class SharedAdapter:
         quota: Quota | None = None,
         rescan_bytes: int | None = None,
     ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise CallerError(f"the capacity of {name} cannot be {capacity_bytes} bytes")
+        super().__init__(name, backend.lock_strength, capacity_bytes, executor, backend)
         if rescan_bytes is None and capacity_bytes is not None:
             rescan_bytes = max(1, capacity_bytes // _RESCANS_PER_CAPACITY)
-        self.name = name
-        self.lock_strength = backend.lock_strength
-        self._backend = backend
         self._clock = clock
         self._activities = Activities()
         self._ledger = Ledger(self._activities.exists, capacity_bytes, quota, rescan_bytes)
-        self._counts = L2Counts()
-        self._tasks = count(1)
-        self._stores_done: dict[TaskId, list[StoreAnswer]] = {}
-        self._lookups_done: dict[TaskId, int] = {}
-        self._loads_done: dict[TaskId, int] = {}
         self._opened = False
         self._opening = False
-        self._closed = False
-        self._confined = LoopConfined()
-        self._runner = Runner(executor, self._confined)
         state = (backend, self._runner, self._ledger, self._activities, self._counts)
         self._remover = Remover(*state, self._settle)
         self._scanner = Scanner(*state, clock, self._remover.evict_surplus)
         self._open_now()
-        self.store_notice = notices()
-        self.lookup_notice = notices()
-        self.load_notice = notices()
+        self._announce_by(notices)
 
     # --- lookup and locks --------------------------------------------------------------------------------------
 
@@ -139,10 +124,6 @@ class SharedAdapter:
                 partial(work.find_all, self._backend, asked), partial(self._finds_ended, piece), asked
             )
         return batch.task
-
-    def take_lookup(self, task: TaskId) -> int | None:
-        self._confined.check()
-        return self._lookups_done.pop(task, None)
 
     def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
         self._confined.check()
@@ -169,17 +150,12 @@ class SharedAdapter:
                 use.batch.bits |= 1 << use.position
             self._end_use(use, self._complete_lookup)
 
-    def _complete_lookup(self, batch: BitTask) -> None:
-        self._counts.lookup_hits += batch.bits.bit_count()
-        self._lookups_done[batch.task] = batch.bits
-        self.lookup_notice.signal()
-
     # --- store -------------------------------------------------------------------------------------------------
 
     def submit_store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> TaskId:
         views = work.byte_views(keys, buffers, writable=False)
         sizes = [self._backend.record_bytes(key, len(view)) for key, view in zip(keys, views)]
-        batch = StoreTask(self._begin_task(), [StoreAnswer.RETRY] * len(keys), len(keys))
+        batch = StoreTask(self._begin_task(), [None] * len(keys), len(keys))
         writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
             self._store(StoreItem(batch, position, key, view, size), writes)
@@ -187,11 +163,6 @@ class SharedAdapter:
             self._complete_store(batch)
         self._launch_writes(writes)
         return batch.task
-
-    def pop_completed_stores(self) -> dict[TaskId, list[StoreAnswer]]:
-        self._confined.check()
-        done, self._stores_done = self._stores_done, {}
-        return done
 
     def _store(self, item: StoreItem, writes: list[Write]) -> None:
         """Steps 1 to 3 of the module text; appends to `writes` what has to be written."""
@@ -260,17 +231,8 @@ class SharedAdapter:
                 self._answer(other, StoreAnswer.PRESENT if good else answer)
 
     def _answer(self, item: StoreItem, answer: StoreAnswer) -> None:
-        batch = item.batch
-        assert batch.unanswered > 0, "each key of a batch is answered once"
-        batch.answers[item.position] = answer
-        batch.unanswered -= 1
         self._counts.answers[answer] += 1
-        if batch.unanswered == 0:
-            self._complete_store(batch)
-
-    def _complete_store(self, batch: StoreTask) -> None:
-        self._stores_done[batch.task] = batch.answers
-        self.store_notice.signal()
+        self._set_answer(item.batch, item.position, answer)
 
     # --- load --------------------------------------------------------------------------------------------------
 
@@ -292,10 +254,6 @@ class SharedAdapter:
             self._runner.submit_each(run, ended, orders, _total(orders))
         return batch.task
 
-    def take_load(self, task: TaskId) -> int | None:
-        self._confined.check()
-        return self._loads_done.pop(task, None)
-
     def _reads_ended(self, piece: list[Use], results: list[Defect | Exception | None]) -> None:
         for use, result in zip(piece, results):
             self._settle_read(use, result)
@@ -316,10 +274,6 @@ class SharedAdapter:
                 self._ledger.forget(key)
             elif result is not Defect.MISSING and use.fresh:
                 use.activity.broken = result
-
-    def _complete_load(self, batch: BitTask) -> None:
-        self._loads_done[batch.task] = batch.bits
-        self.load_notice.signal()
 
     # --- removing ----------------------------------------------------------------------------------------------
 
@@ -395,11 +349,6 @@ class SharedAdapter:
         """Whether the store has answered yet."""
         return self._opened
 
-    @property
-    def work_inflight(self) -> int:
-        """Pieces of blocking work that have not ended. Until it is 0 buffers may be touched, also after `close`."""
-        return self._runner.inflight
-
     def usage(self) -> L2Usage:
         """By the ledger: our own view, complete once the first scan has ended. Capacity: ours, else the store's."""
         ledger = self._ledger
@@ -425,28 +374,10 @@ class SharedAdapter:
         self._ledger.check()
         self._activities.check()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._confined.check()
-        self._closed = True
-        self._runner.stop()
-        for notice in (self.store_notice, self.lookup_notice, self.load_notice):
-            notice.close()
-        self._stores_done.clear()
-        self._lookups_done.clear()
-        self._loads_done.clear()
-        self._backend.close()
-
     def _begin_task(self) -> TaskId:
-        self._check_open()
+        task = super()._begin_task()
         self._open_later()
-        return TaskId(next(self._tasks))
-
-    def _check_open(self) -> None:
-        self._confined.check()
-        if self._closed:
-            raise CallerError(f"the L2 adapter {self.name} is closed")
+        return task
 
     def _use(self, batch: BitTask, position: int, key: ObjectKey, into: memoryview) -> Use:
         activity = self._activities.pin(key)

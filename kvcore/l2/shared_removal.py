@@ -15,8 +15,8 @@ from kvcore.l2 import shared_work as work
 from kvcore.l2.activity import Activities, Activity, Busy
 from kvcore.l2.envelope import Defect
 from kvcore.l2.ledger import Ledger
+from kvcore.l2.runner import Runner
 from kvcore.l2.shared_backend import SharedBackend
-from kvcore.l2.shared_runner import Runner
 from kvcore.l2.statistics import L2Counts
 
 

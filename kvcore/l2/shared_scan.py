@@ -12,8 +12,8 @@ from functools import partial
 from kvcore.l2 import shared_work as work
 from kvcore.l2.activity import Activities
 from kvcore.l2.ledger import Ledger
+from kvcore.l2.runner import Runner
 from kvcore.l2.shared_backend import SharedBackend, Stored
-from kvcore.l2.shared_runner import Runner
 from kvcore.l2.statistics import L2Counts
 from kvcore.ports import Clock
 

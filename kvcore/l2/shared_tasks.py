@@ -1,34 +1,17 @@
-"""What a shared adapter remembers of batches and their keys while blocking work of theirs runs.
+"""What a shared adapter remembers of the keys of batches (`kvcore.l2.tasks`) while blocking work of theirs runs.
 
-Held by the piece of work that they belong to, and, stores that wait for another one, by their key's activity. A task is
-complete, and announced, when `unanswered` is 0. Tuples where one is made per key on the loop: they cost it least.
+Held by the piece of work that they belong to, and, stores that wait for another one, by their key's activity. Tuples,
+since one of each is made per key on the loop: they cost it least.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcore.keys import ObjectKey
 from kvcore.l2.activity import Activity, Busy
-from kvcore.l2.adapter import StoreAnswer, TaskId
 from kvcore.l2.ledger import Room
-
-
-@dataclass(slots=True, eq=False)
-class StoreTask:
-    task: TaskId
-    answers: list[StoreAnswer]
-    unanswered: int
-
-
-@dataclass(slots=True, eq=False)
-class BitTask:
-    """A lookup or a load."""
-
-    task: TaskId
-    unanswered: int
-    bits: int = 0
+from kvcore.l2.tasks import BitTask, StoreTask
 
 
 class StoreItem(NamedTuple):

@@ -68,6 +68,11 @@ def read_all(backend: Backend, orders: Sequence[Order]) -> list[Loaded]:
     return [_read(backend, key, into) for key, into in orders]
 
 
+def broken_off(result: T, count: int, error: StoreError) -> list[T]:
+    """The results of a piece of work that has broken off; `error` says why."""
+    return [result] * count
+
+
 def _moves_many(backend: Backend) -> TypeGuard[BatchBackend]:
     return hasattr(backend, "write_many")  # `isinstance` of a protocol costs as much as moving a small record
 

@@ -47,6 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvcore.l2.slab_entry": _SLAB,
     "kvcore.l2.slab_jobs": _SLAB,
     "kvcore.l2.slab_space": _SLAB,
+    "kvcore.l2.tasks": (*_STORE, *_SHARED),
     "kvcore.l2.wrapped": _GUARDS,
     "kvcore.l2.wrapped_backend": _GUARDS,
     "kvcore.service.page_desk": _PAGES,

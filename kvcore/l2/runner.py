@@ -1,4 +1,4 @@
-"""Blocking work of a shared adapter on its way to the executor and back.
+"""Blocking work of an adapter on its way to the executor and back.
 
 Each piece has a result for certain: when it breaks off (the executor was closed, its thread died) `broken` makes one
 from the error. After `stop` results are dropped, and `inflight` still counts down as running work ends.
