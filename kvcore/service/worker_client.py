@@ -172,7 +172,7 @@ class WorkerClient:
         if tag in self._stores:
             raise CallerError(f"store {tag!r} is open already")
         parts = [_Part(server, f"{tag}/{n}", positions) for n, (server, positions) in enumerate(self._split(cells))]
-        store = self._stores[tag] = _OpenStore(parts, [False] * len(cells))
+        store = self._stores[tag] = _OpenStore(list(parts), [False] * len(cells))
         self._counts["asked_store"] += len(cells)
         for part in parts:
             self._pings.need(part.server)

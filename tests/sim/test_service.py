@@ -720,6 +720,27 @@ def test_a_reply_for_another_connection_is_not_taken_for_ours() -> None:
     World(15).run(scenario)
 
 
+def test_a_server_that_has_its_cells_already_costs_the_other_servers_nothing() -> None:
+    """A part with nothing to write is over while the replies are taken; each reply still belongs to its own part."""
+
+    async def scenario(world: World) -> None:
+        hashes = world.hashes(1, 12)
+        one_each = [
+            next(each for each in hashes if world.placement.server_of(0, each) == server) for server in range(3)
+        ]
+        assert await world.store(0, 1, one_each[:1]) == [Answer.PUBLISHED]
+        answers = await world.store(0, 2, one_each)
+        assert answers[1:] == [Answer.PUBLISHED, Answer.PUBLISHED]
+        for server, chunk_hash in enumerate(one_each):
+            l1 = world.nodes[server].l1
+            (key,) = l1.resident_keys()
+            slot = l1.slot_of(key)
+            assert slot is not None
+            assert bytes(l1.view(slot)) == payload(chunk_hash, 0)
+
+    World(0, servers=3, mode="chunk").run(scenario)
+
+
 def test_a_worker_that_the_server_does_not_know_registers_again_and_its_store_is_kept() -> None:
     """R33: a terminal answer at once, other ranks untouched, and the store is asked for once more."""
 
