@@ -41,9 +41,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 from kvcore.errors import ConfigError, StoreError
@@ -54,6 +53,7 @@ from kvcore.l2.envelope import Defect, Header
 from kvcore.l2.indexed import IndexedAdapter
 from kvcore.ports import Clock, Executor, Files, Notice
 from kvcore.quota import Quota
+from kvcore.runtime.calls import CallGate
 
 MARKER_NAME = "kvcore-l2.json"
 # The version of the layout of names; records say their own.
@@ -85,10 +85,7 @@ class FileBackend:
         self._numbers = count(1)
         self._directories: set[str] = set()  # known to exist
         self._leftovers: dict[ObjectKey, str] = {}  # temporary files that could not be removed
-        self._state = threading.Lock()  # guards the next three: work runs in threads
-        self._running = 0
-        self._closed = True
-        self._holds_lock = False
+        self._gate: CallGate | None = None  # None: never opened
 
     def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
         return envelope.record_bytes(key, payload_bytes)
@@ -104,16 +101,13 @@ class FileBackend:
         except Exception:
             self._files.unlock()
             raise
-        self._holds_lock = True
-        self._closed = False
+        self._gate = CallGate(self._where, self._files.unlock)
         return scan
 
     def close(self) -> None:
-        with self._state:
-            self._closed = True
-            last = self._running == 0
-        if last:
-            self._give_back()
+        """The last piece of work that still runs gives the directory back."""
+        if self._gate is not None:
+            self._gate.close()
 
     def _take_over(self) -> Scan:
         with _refusing(self._where, "cannot be read"):
@@ -250,33 +244,10 @@ class FileBackend:
         with suppress(FileNotFoundError):
             self._files.unlink(name)
 
-    @contextmanager
-    def _work(self) -> Iterator[None]:
-        """Work begins only while open; the last piece of work after `close` gives the directory back."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _enter(self) -> None:
-        with self._state:
-            if self._closed:
-                raise StoreError(f"{self._where} is closed")
-            self._running += 1
-
-    def _leave(self) -> None:
-        with self._state:
-            self._running -= 1
-            last = self._closed and self._running == 0
-        if last:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        with self._state:
-            held, self._holds_lock = self._holds_lock, False
-        if held:
-            self._files.unlock()
+    def _work(self) -> AbstractContextManager[None]:
+        if self._gate is None:
+            raise StoreError(f"{self._where} has not been opened")
+        return self._gate.call()
 
 
 def _found(name: str, header: Header, head: bytes) -> Found | Defect:
