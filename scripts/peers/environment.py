@@ -41,6 +41,7 @@ def peer_python() -> Path:
         if not python.exists():
             venv.create(ENVIRONMENT, with_pip=True)
         for package in (torch, LMCACHE):
+            print(f"installing {package} into {ENVIRONMENT.name} (minutes)", file=sys.stderr, flush=True)
             _pip(python, package)
         STAMP.write_text(wanted)
     return python
@@ -50,7 +51,12 @@ def _pip(python: Path, package: str) -> None:
     command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *shlex.split(package)]
     result = subprocess.run(command, check=False, text=True, capture_output=True)
     if result.returncode:
-        raise CannotInstall(f"pip install {package} said: {last_line(result.stderr)}")
+        raise CannotInstall(f"pip install {package} said: {_complaint(result.stderr)}")
+
+
+def _complaint(text: str) -> str:
+    """pip's first error says what was wrong; the ones after it send to its manual."""
+    return next((line for line in text.splitlines() if line.startswith("ERROR: ")), last_line(text))
 
 
 def last_line(text: str) -> str:

@@ -83,3 +83,22 @@ def test_a_side_that_ends_says_why(environment, tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no way to go on')"]
     with pytest.raises(SystemExit, match="no way to go on"), environment.talker(command, tmp_path / "side.log"):
         pass
+
+
+def test_what_cannot_be_installed_is_said_in_pips_first_error(environment):
+    with pytest.raises(environment.CannotInstall, match=r"^pip install \./nowhere said: ERROR: .*nowhere"):
+        environment._pip(Path(sys.executable), "./nowhere")
+
+
+def test_an_environment_that_was_not_finished_has_no_stamp(environment, monkeypatch, tmp_path):
+    """What asks for the stamp skips then, as the comparison does."""
+    unfinished = tmp_path / ".venv-peers"
+    (unfinished / "bin").mkdir(parents=True)
+    (unfinished / "bin" / "python").symlink_to(sys.executable)
+    (unfinished / ".kvcore-peers").write_text("of other versions")
+    monkeypatch.setattr(environment, "ENVIRONMENT", unfinished)
+    monkeypatch.setattr(environment, "STAMP", unfinished / ".kvcore-peers")
+    monkeypatch.setenv("TORCH_PIP", "./nowhere")
+    with pytest.raises(environment.CannotInstall):
+        environment.peer_python()
+    assert not (unfinished / ".kvcore-peers").exists()
