@@ -13,7 +13,7 @@ from kvcore.cli import main
 from kvcore.ladder.climb import climb_all
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
-from kvcore.ladder.result import CellResult, failures
+from kvcore.ladder.result import CellResult, Floors, failures
 from kvcore.ladder.targets import local
 from kvcore.ladder.watched_device import WatchedDevice
 from kvcore.ports import Copy, CopyTicket, DeviceEvent
@@ -78,6 +78,26 @@ def test_a_pass_that_does_not_end_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(local.CacheStack, "settle", for_ever)
     monkeypatch.setattr(local, "PASS_SECONDS_MAX", 0.5)
     assert "[liveness] not over after 0.5 s" in failures([climb(PLAIN)])[0]
+
+
+def test_a_replay_that_found_too_little_is_made_once_more_and_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What time decided before it is mended by the first; of what is missing for good the second says so."""
+    climbed: list[str] = []
+    climb_guarded, floors = local.climb_guarded, local.floors
+
+    async def noted(stage: Any, passes: Sequence[str], seconds_max: float) -> Any:
+        climbed.extend(passes)
+        return await climb_guarded(stage, passes, seconds_max)
+
+    def more_than_all(requests: int) -> dict[str, Floors]:
+        return floors(requests) | {"replay": Floors(requests, hit_share=1.1)}
+
+    monkeypatch.setattr(local, "climb_guarded", noted)
+    monkeypatch.setattr(local, "floors", more_than_all)
+    (found,) = failures([climb(PLAIN)])
+    assert "hit_share is 1, at least 1.1 is needed" in found
+    assert climbed[-2:] == ["replay", "replay"]
+    assert climbed.count("replay") == 2
 
 
 def test_the_users_directory_is_used_and_left_empty(

@@ -68,11 +68,13 @@ class Fleet:
     # -- processes
 
     def start(self) -> None:
-        for index in range(len(self.setup.servers)):
-            self.servers.append(self._spawn_server(index))
+        self._start_servers()
+        self.start_engine()
+
+    def _start_servers(self) -> None:
+        self.servers = [self._spawn_server(index) for index in range(len(self.setup.servers))]
         for index in range(len(self.servers)):
             self._await_server(index)
-        self.start_engine()
 
     def start_engine(self) -> None:
         """Workers first: the scheduler talks to them at once."""
@@ -115,14 +117,16 @@ class Fleet:
     def l2_directory(self, index: int) -> Path:
         return self.directory / f"l2-{index}"
 
-    def forget_records(self, index: int, lost: Callable[[], bool]) -> None:
-        """Remove those records of server `index` for which `lost` says so. The server is not running."""
+    def restart_without(self, lost: Callable[[], bool]) -> None:
+        """Restart all servers; meanwhile the records for which `lost` says so are removed, a shared store's once."""
+        stop_all(self.servers, ENDS_IN_S)
         if self._l2 == FILES:
-            for record in sorted(self.l2_directory(index).rglob("*.kv")):
+            for record in sorted(self.directory.glob("l2-*/**/*.kv")):
                 if lost():
                     record.unlink()
         elif self._l2:
             _forget_shared(self._l2, lost)
+        self._start_servers()
 
     def _log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
