@@ -32,11 +32,11 @@ from kvcore.keys import ObjectKey
 from kvcore.l2.checks.bed import Bed, Opening, Traits
 from kvcore.l2.checks.suite import CHECKS, Check, Verdict, name_of, run_check
 from kvcore.l2.envelope import Defect
-from kvcore.l2.inspect import Inspector, Listed
+from kvcore.l2.inspect import Inspector, Listed, as_it_lies, open_shown
 from kvcore.l2.nixl_pool_server import PoolServer
 from kvcore.l2.open import StoreSpec, parse_store
 from kvcore.l2.wrapped import CountingAdapter
-from kvcore.l2.wrapped_backend import AnyBackend, is_shared
+from kvcore.l2.wrapped_backend import is_shared
 from kvcore.ports import Notice
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.executor import ThreadExecutor
@@ -112,7 +112,7 @@ class _Progress:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    spec = parse_store(arguments.url)
+    spec = as_it_lies(parse_store(arguments.url))
     chosen = [check for check in CHECKS if arguments.only in name_of(check)]
     if not chosen:
         raise CallerError(f"no check has a name with {arguments.only!r} in it")
@@ -135,17 +135,10 @@ async def _run_checks(spec: StoreSpec, chosen: list[Check], deadline_s: float) -
 
 def _traits(spec: StoreSpec) -> Traits:
     """Opens the store once, to see that it is there. No check may limit it: that would evict others' records."""
-    backend = _opened(spec)
+    backend = open_shown(spec, spec.open_backend)
     backend.close()
     lasting = spec.scheme not in _FORGETFUL
     return Traits(restart=lasting, shared=lasting and is_shared(backend), capacity=False)
-
-
-def _opened(spec: StoreSpec) -> AnyBackend:
-    try:
-        return spec.open_backend()
-    except OSError as error:
-        raise StoreError(f"{spec.shown} does not answer: {error}") from error
 
 
 def _bed(spec: StoreSpec, traits: Traits, executor: ThreadExecutor) -> Bed:
@@ -157,7 +150,7 @@ def _bed(spec: StoreSpec, traits: Traits, executor: ThreadExecutor) -> Bed:
 
     def open_adapter(opening: Opening) -> CountingAdapter:
         assert opening == Opening(), "a limit would evict what others have stored"
-        return spec.build(_opened(spec), executor=executor, notice_factory=notice, clock=clock)
+        return spec.build(open_shown(spec, spec.open_backend), executor=executor, notice_factory=notice, clock=clock)
 
     return Bed(open_adapter, executor, traits, clock.token(_TOKEN_BYTES))
 
@@ -171,7 +164,7 @@ def _inspected(arguments: argparse.Namespace) -> Iterator[Inspector]:
     try:
         yield inspector
     except OSError as error:
-        raise StoreError(f"the store has failed: {error}") from error
+        raise StoreError(f"{inspector.shown} has failed: {error}") from error
     finally:
         inspector.close()
 

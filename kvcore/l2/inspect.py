@@ -4,21 +4,29 @@ Both families look alike from here. Records are read as they lie in the store an
 the codecs of the URL undo what they did, nearest to the store first, and judge too: a record whose key mark does not
 agree, or that does not expand to what it says, is bad.
 
+To look must cost nothing. A directory in which there is no store is an error, not a new and empty store; and a limit in
+the URL that is smaller than what lies there evicts nothing (`as_it_lies`).
+
 Who holds: this object the opened backend, until `close`. One thread.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey, key_text
-from kvcore.l2 import envelope
+from kvcore.l2 import envelope, file, fs, slab_files
 from kvcore.l2.backend import Scan
 from kvcore.l2.envelope import Defect
 from kvcore.l2.open import StoreSpec
+from kvcore.l2.slab import SlabOptions
 from kvcore.l2.wrapped_backend import is_exclusive, is_shared
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +40,40 @@ class Listed:
     age_s: float | None = None
 
 
+_MARKERS = (file.MARKER_NAME, fs.MARKER_NAME, slab_files.MARKER_NAME)
+
+
+def as_it_lies(spec: StoreSpec) -> StoreSpec:
+    """The same store without limits, and with all the room that it has taken: opening it evicts nothing."""
+    if not isinstance(spec.options, SlabOptions):
+        return spec.limited(None, None)
+    taken_bytes = slab_files.allocated_bytes(spec.options.directory)
+    return spec.limited(max(spec.options.capacity_bytes, taken_bytes), None)
+
+
+def _check_there(spec: StoreSpec) -> None:
+    directory = getattr(spec.options, "directory", None)
+    if directory is not None and not any(os.path.exists(os.path.join(directory, name)) for name in _MARKERS):
+        raise StoreError(f"there is no store in {directory}, or none that you may see; look at the path")
+
+
+def open_shown(spec: StoreSpec, opening: Callable[[], T]) -> T:
+    """What `opening` gives. StoreError, which names the store: it does not answer."""
+    try:
+        return opening()
+    except (OSError, StoreError) as error:
+        raise StoreError(f"{spec.shown} does not answer: {error}") from error
+
+
 class Inspector:
     """See the module text. Raises what opening a store raises, with OSErrors made StoreErrors."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        self._shown = spec.shown
-        self._backend = spec.unopened()
+        self.shown = spec.shown
+        _check_there(spec)
+        self._backend = as_it_lies(spec).unopened()
         self._codecs = spec.codecs()
-        try:
-            self._scan: Scan | None = self._backend.open()
-        except OSError as error:
-            raise StoreError(f"{spec.shown} does not answer: {error}") from error
+        self._scan: Scan | None = open_shown(spec, self._backend.open)
 
     @property
     def defects_at_open(self) -> dict[Defect, int]:

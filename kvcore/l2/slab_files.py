@@ -28,10 +28,19 @@ INDEX_NAME = "index.kvs"
 FORMAT_VERSION = 1
 
 _MARKER_BYTES_MAX = 4096
-_OURS = re.compile(r"slab-[0-9]{5}\.kvs|\.tmp-[0-9a-f]+-marker", re.ASCII)
+_SLAB = r"slab-[0-9]{5}\.kvs"
+_OURS = re.compile(_SLAB + r"|\.tmp-[0-9a-f]+-marker", re.ASCII)
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _WINDOW_SLOTS = 4096
 _PAGES_PER_SLOT = 16  # the index is allocated for objects of 64 KiB; for smaller ones it grows
+
+
+def allocated_bytes(path: str) -> int:
+    """What the slabs in this directory hold room for now; 0: there are none. It may be another store's, or in use."""
+    if not os.path.isdir(path):
+        return 0
+    with os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries if re.fullmatch(_SLAB, entry.name))
 
 
 class SlabFiles:

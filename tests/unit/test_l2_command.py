@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from time import sleep
 
 import pytest
 
 from kvcore.cli import main
+from kvcore.config.values import redact_url
 from kvcore.keys import ObjectKey
 from kvcore.l2.breaker import TRANSITIONS
 from kvcore.l2.checks.bed import Bed, CheckFailedError
@@ -107,13 +109,50 @@ def test_the_checks_wait_for_a_slow_scan_before_they_clean_up(tmp_path, capsys, 
     assert said(capsys, "verify", url) == (0, "0 good\n")
 
 
-def test_a_store_that_is_not_there_is_one_line_without_a_secret(capsys) -> None:
-    pytest.importorskip("redis", exc_type=ImportError)
-    assert main(["store", "stat", "redis://:s3cr3t@127.0.0.1:1/0"]) == 1
-    assert main(["store", "check", "redis://:s3cr3t@127.0.0.1:1/0"]) == 1
-    captured = capsys.readouterr()
-    assert "does not answer" in captured.err
-    assert "s3cr3t" not in captured.out + captured.err
+def limited(url: str, capacity: str) -> str:
+    """The same store, with a limit that is far below what lies there."""
+    return re.sub("capacity=[^&]*", f"capacity={capacity}", url) if "capacity" in url else f"{url}&capacity={capacity}"
+
+
+@pytest.mark.parametrize("action", ["ls", "stat", "verify", "check"])
+def test_a_limit_in_the_url_that_is_too_small_costs_no_record(action, url, capsys) -> None:
+    """A slab store that was looked at with a smaller capacity dropped what lay beyond it, and said nothing."""
+    small = limited(url if "?" in url else f"{url}?quota=1B", "8KiB" if url.startswith("slab") else "1B")
+    status, text = said(capsys, action, small, *(["--only", "deleted"] if action == "check" else []))
+    assert status == 0, text
+    assert said(capsys, "verify", url) == (0, "4 good\n")
+
+
+@pytest.mark.parametrize("scheme", ["file", "slab", "fs", "nixl+posix"])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_look_into_a_directory_without_a_store_is_an_error_and_makes_none(scheme, made, tmp_path, capsys) -> None:
+    """A mistake in a path was an empty list, a new directory, and room for a whole slab store."""
+    directory = tmp_path / "kv"
+    if made:
+        directory.mkdir()
+    url = f"{scheme}://{directory}" + ("?capacity=1MiB&slab=256KiB" if scheme == "slab" else "")
+    for words in (["ls"], ["stat"], ["verify"], ["clear", "--yes"]):
+        assert main(["store", words[0], url, *words[1:]]) == 1
+        assert f"no store in {directory}" in capsys.readouterr().err
+    assert [*tmp_path.rglob("*")] == ([directory] if made else [])
+
+
+@pytest.mark.parametrize(
+    ("module", "url"),
+    [
+        ("redis", "redis://:s3cr3t@127.0.0.1:1/0"),
+        ("obstore", "s3://user:s3cr3t@bucket/kv?endpoint=http://127.0.0.1:1&region=x"),
+        ("mooncake", "mooncake://127.0.0.1:1"),
+    ],
+)
+def test_a_store_that_is_not_there_is_one_line_that_names_it_without_a_secret(module, url, capsys) -> None:
+    pytest.importorskip(module, exc_type=ImportError)
+    for action in ("ls", "stat", "verify", "clear", "check"):
+        assert main(["store", action, url]) == 1
+        captured = capsys.readouterr()
+        [line] = captured.err.splitlines()
+        assert f"{redact_url(url)} does not answer: " in line
+        assert "s3cr3t" not in captured.out + line
 
 
 def test_a_check_that_nobody_has_is_refused(tmp_path, capsys) -> None:
