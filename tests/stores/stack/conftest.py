@@ -3,6 +3,7 @@
     stack(url, chunk_bytes=..., request_s=...)     a `Stack` with `CHUNKS` chunks in the store and nothing in L1
     valkey, proxy, needs                           as for the other stores (`tests/stores/conftest.py`)
     s3_url(port)                                   a URL for a bucket of a real S3 server, reached through `port`
+    pool                                           a memory pool of NIXL, to do harm to
     mounts                                         mounts of the disk's tests, with the layer that fails and delays
 
 After each test the stack comes to rest, and nothing may be held: no lock, no lease, no hold, no running work.
@@ -153,6 +154,14 @@ def stack():
             one.at_rest()
         finally:
             one.cache.close()
+
+
+@pytest.fixture
+def pool(tmp_path, needs):
+    needs("nixl_cu12")
+    made = load("nixl", "nixl", "conftest.py").Pool(tmp_path)
+    yield made
+    made.kill()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ breaker open, then half-open, then closed, the store used again when it is back,
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
@@ -212,6 +213,22 @@ def test_an_s3_body_that_is_reset_in_its_middle(seaweed, proxy, stack, s3_url):
     front.cut()
     is_used_again(one)
     assert one.counts().deletes == 0
+
+
+def test_a_memory_pool_that_stands_still_and_later_dies(pool, stack):
+    """R53. SIGSTOP: its socket still accepts. SIGKILL: its memory is gone too, and the next pool begins empty."""
+    one = stack(pool.url)
+    pool.process.send_signal(signal.SIGSTOP)
+    goes_cold(one)
+    pool.process.send_signal(signal.SIGCONT)
+    is_used_again(one)
+    pool.kill()
+    goes_cold(one)
+    pool.start()
+    one.until(lambda reply: one.guards().breaker_state == "closed")
+    assert one.request().chunks == 0
+    one.fill()
+    is_used_again(one)
 
 
 def test_a_file_system_that_hangs(mounts, tmp_path, stack):
