@@ -20,12 +20,18 @@ LMCACHE = "lmcache"
 
 
 def load(spec: str) -> Any:
-    """The peer that `spec` names. ImportError, AttributeError, TypeError or ValueError say what is wrong with it."""
+    """The peer that `spec` names; the current directory is searched, too.
+
+    ImportError, AttributeError, TypeError or ValueError say what is wrong with it.
+    """
     if spec == LMCACHE:
         return _from_file(Path(__file__).with_name("lmcache_peer.py")).Lmcache()
     module, colon, factory = spec.partition(":")
     if not colon or not module or not factory:
         raise ValueError(f"{spec!r} is neither {LMCACHE!r} nor 'package.module:factory'")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     return getattr(importlib.import_module(module), factory)()
 
 

@@ -111,9 +111,16 @@ def remote_peer(python: str, spec: str) -> Iterator[RemotePeer]:
             try:
                 line = _Line(process, log)
                 line.reply()
-                yield RemotePeer(line)
+                yield _about(line, spec)
             finally:
                 _end(process)
+
+
+def _about(line: _Line, spec: str) -> RemotePeer:
+    try:
+        return RemotePeer(line)
+    except Raised as error:
+        raise ConfigError(f"{spec} gave no peer: asked for name, means and prefix it raised {error.kind}") from None
 
 
 def _end(process: subprocess.Popen[str]) -> None:

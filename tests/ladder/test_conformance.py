@@ -258,6 +258,16 @@ def test_the_cache_on_the_page_differs_as_the_page_says(capsys, tmp_path, monkey
     assert "The prefix rule was not compared: the peer has none." in out
 
 
+@pytest.mark.parametrize("elsewhere", [[], ["--python", sys.executable]], ids=["here", "elsewhere"])
+def test_a_peer_lies_in_the_current_directory(tmp_path, elsewhere):
+    """As the installed command finds it, whose own path begins with the folder of the command."""
+    (tmp_path / "no_cache.py").write_text("class Peer:\n    name = 'found'\n")
+    kvcore = [str(Path(sys.executable).parent / "kvcore"), "conformance", "--peer", "no_cache:Peer", *elsewhere]
+    done = subprocess.run(kvcore, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no_cache:Peer gave no peer" in done.stderr
+
+
 def test_an_interpreter_that_is_none_and_one_without_the_peer_end_with_2(capsys, tmp_path):
     code, _, errors = run(capsys, "--peer", "kvcore.nothing:Peer", "--python", str(tmp_path / "python"))
     assert (code, "cannot start" in errors) == (2, True)
