@@ -1,8 +1,9 @@
 """`Connector`: the interface the rungs drive, in the order of vLLM's v1 KV connector.
 
 Bring your own: a class constructed as `Class(config)` with a `scheduler` side and one `worker(rank)` side per rank can
-climb (`kvcore ladder --connector pkg.mod:Class`). One object is made per engine start; what it keeps between two engine
-starts with the same `config.store` directory or module state is its cache.
+climb (`kvcore ladder --connector pkg.mod:Class`). One object is made per climb in a configuration, and its cache is
+what it keeps between the rungs. A side need not derive from its protocol. One that does inherits, for each call that it
+leaves out, what a synchronous connector answers: nothing to wait for, nothing kept, nothing sent or failed.
 
 Methods marked *may wait* may return an awaitable; a plain synchronous connector returns None.
 
@@ -69,7 +70,7 @@ class SchedulerSide(Protocol):
         The blocks of an asynchronous load that still runs are the engine's to keep, until it is reported `received`:
         that report comes in any case.
         """
-        ...
+        return False
 
     def update_output(self, finished: Finished, error_blocks: frozenset[int]) -> None:
         """The workers' reports of a step, combined over ranks (an id counts when the last rank has reported it).
@@ -111,11 +112,11 @@ class WorkerSide(Protocol):
 
     def finished(self, request_ids: Sequence[str]) -> Finished:
         """`request_ids` ended in this step. What has completed since the last call."""
-        ...
+        return Finished()
 
     def load_errors(self) -> frozenset[int]:
         """Blocks that were to be loaded and hold no valid KV, each reported once."""
-        ...
+        return frozenset()
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcore.connectors.views import Finished, RequestView, StepView
 from kvcore.groups import CacheLayout, GroupKind
-from kvcore.ladder.connector import ConnectorConfig
+from kvcore.ladder.connector import ConnectorConfig, SchedulerSide, WorkerSide
 
 
 @dataclass
@@ -39,7 +39,7 @@ class DictConnector:
         return self._workers[rank]
 
 
-class DictScheduler:
+class DictScheduler(SchedulerSide):
     """Promises what all ranks hold."""
 
     def __init__(self, layout: CacheLayout, store: dict[tuple[bytes, int], Any]) -> None:
@@ -101,11 +101,8 @@ class DictScheduler:
         self.stored.pop(request.request_id, None)
         return False
 
-    def update_output(self, finished: Finished, error_blocks: frozenset[int]) -> None:
-        return None
 
-
-class DictWorker:
+class DictWorker(WorkerSide):
     """Copies on the host, at once."""
 
     def __init__(self, rank: int, store: dict[tuple[bytes, int], Any]) -> None:
@@ -116,9 +113,6 @@ class DictWorker:
     def register(self, pages: Sequence[Any], device: Any) -> None:
         self.pages = pages[0]
 
-    def fence(self, meta: Meta) -> None:
-        return None
-
     def start_load(self, meta: Meta) -> None:
         self.meta = meta
         for key, blocks in meta.loads:
@@ -126,21 +120,9 @@ class DictWorker:
                 if block:
                     self.pages[block] = self.store[key, self.rank][index]
 
-    def wait_load(self, layer: int) -> None:
-        return None
-
-    def save(self, layer: int) -> None:
-        return None
-
     def wait_save(self) -> None:
         for key, blocks in self.meta.stores:
             self.store[key, self.rank] = self.pages[blocks].copy()
-
-    def finished(self, request_ids: Sequence[str]) -> Finished:
-        return Finished()
-
-    def load_errors(self) -> frozenset[int]:
-        return frozenset()
 
 
 class ShiftedStore(DictConnector):
