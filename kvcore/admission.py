@@ -6,11 +6,12 @@ A lookup has found a prefix. Loading it spares the GPU work and costs the link t
 the ways to serve the prompt and takes the cheapest. A way is an `Offer`: so many tokens, and per link the bytes to haul
 (an L2 store into host memory, then host memory into the GPU); recomputing is the offer of no tokens, and always there.
 
-    cost = own + beyond + lost(gpu, compute) + sum over links of lost(link, haul)
+    cost = own + beyond + lost(gpu, compute) + sum over links of lost(link, haul) + spoilt(compute)
 
     own    = waited + max(wait for the GPU, wait for the hauls) + compute      (less what overlaps, with layers ahead)
     beyond = TAIL_WEIGHT * (own - tail), where own is above the tail
     lost(queue, x) = x * (waiting + (rate * (work + x/2) + RUNNING_WEIGHT * busy^2 * running) / (1 - busy))
+    spoilt(x) = GOOD_S * busy^2 * (1 - good) / good * sum over sequences that decode of min(1, x / slack)
 
 `own` is this request's time to its first token. `lost` is what the others lose because x seconds of work go in front of
 them. Everyone who waits loses x, and so does everyone who comes (at `rate`) before the queue is empty again: a queue
@@ -25,15 +26,21 @@ them waits. Hence a weight that grows with the busy share; its form and factor a
 project's reports, over both Mooncake traces), where busy in place of busy^2 made an idle GPU load too much.
 
 `beyond` keeps the slowest requests from paying for the average: a request whose own time would be above the `tail`
-(what one in twenty exceeds, as measured) gives its time up for others only where it helps them several times as much.
+(what one in fifty exceeds, as measured) gives its time up for others only where it helps them many times as much.
+
+`spoilt` is there where the operator has told an objective (`kvcore.objective`): x seconds of computing hold up every
+sequence that decodes, and one that has only `slack` seconds left within its limit is no longer good after them. A good
+answer is worth the more seconds the smaller the measured share of `good` ones; where nearly all are good, or the GPU
+has time to make up for it, mean times count alone. Without an objective nothing is spoilt.
 
 What is measured, and how it gets here:
 
 1. `PrefillMeter`: seconds of a step by its tokens and its pairs of query and key; a least-squares fit with decay.
 2. `LineMeter`, one per link: seconds of a haul, alone on the link, by its bytes; fixed part and seconds per byte.
 3. `ShareMeter`: how busy a GPU or a link is, and how many arrive per second, over the last minute.
-4. `TailMeter`: the time to the first token that one request in twenty exceeds.
+4. `TailMeter`: the time to the first token that one request in fifty exceeds.
 5. Queue lengths: requests that wait, sequences that run, seconds of work by the rates above.
+6. `kvcore.objective.Decodes`: slacks, and the share of good answers.
 
 Before anything was measured of the GPU or of a link, what is found there is loaded, as without this module; of an
 unmeasured link at most `TRIALS` hauls at a time, since it may be slow. A link that nothing was loaded over for
@@ -58,6 +65,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 
 from kvcore.errors import ConfigError
+from kvcore.objective import Objective
 
 DECAY = 0.998  # weight of the sample before this one: the last 500 count most
 SAMPLES_MIN = 2
@@ -68,9 +76,11 @@ WINDOW_S = 60.0
 SLACK_MIN = 0.05  # 1 - busy is taken as at least this: a busy share of one minute is no proof of an endless queue
 TIE = 1e-9
 RUNNING_WEIGHT = 4.0
-TAIL_SHARE = 0.05
-TAIL_WEIGHT = 4.0
+TAIL_SHARE = 0.02
+TAIL_WEIGHT = 16.0
 TAIL_STEP = 0.1  # of the mean: a tail ten times the mean is found within some hundred requests
+GOOD_S = 120.0
+GOOD_MIN = 0.02  # the share of good answers is taken as at least this
 TOKENS_MAX = 1 << 40
 
 
@@ -89,10 +99,11 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From the configuration. `ceiling_tokens` None: there is none."""
+    """From the configuration. `ceiling_tokens` None: there is none; so for the `objective`."""
 
     floor_tokens: int = 0
     ceiling_tokens: int | None = None
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor_tokens <= TOKENS_MAX:
@@ -155,7 +166,8 @@ IDLE = Queue()
 class Gpu:
     """`prefill` None: not measured. `ahead_s`: seconds until this request could begin to compute. `tail_s` 0: unknown.
 
-    `layers`: pieces in which the last haul overlaps the computing; 1: it must be there first.
+    `layers`: pieces in which the last haul overlaps the computing; 1: it must be there first. `slacks_s`: how long each
+    sequence that decodes may be held up and still be good; empty without an objective. `good_share`: of late.
     """
 
     prefill: Prefill | None
@@ -163,6 +175,17 @@ class Gpu:
     ahead_s: float = 0.0
     tail_s: float = 0.0
     layers: int = 1
+    slacks_s: tuple[float, ...] = ()
+    good_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert all(slack > 0 for slack in self.slacks_s), "what cannot be good any more is not counted"
+
+    def spoilt_s(self, work_s: float) -> float:
+        """What the answers are worth that so many seconds of computing make miss their objective (module text)."""
+        lost = sum([min(1.0, work_s / slack) for slack in self.slacks_s])
+        odds = (1 - self.good_share) / max(self.good_share, GOOD_MIN)
+        return lost * GOOD_S * min(self.queue.busy, 1.0) ** 2 * odds
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +293,7 @@ def cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequ
     assert compute >= 0
     spared = min(haul, compute) * (1 - 1 / gpu.layers)  # h/L + (L-1)/L max(h, c) + c/L instead of h + c
     own = prompt.waited_s + max(arrived - spared, gpu.ahead_s) + compute
-    return own + beyond_s(own, gpu.tail_s) + gpu.queue.lost_s(compute) + lost
+    return own + beyond_s(own, gpu.tail_s) + gpu.queue.lost_s(compute) + lost + gpu.spoilt_s(compute)
 
 
 def beyond_s(own_s: float, tail_s: float) -> float:

@@ -1,7 +1,7 @@
 """Which admission a stack's scheduler side has: the product's, or one that decides by chance.
 
     always       what was found is promised
-    if-it-pays   the product's measurements decide, in the world's time
+    if-it-pays   the product's measurements decide, in the world's time; every other seed has an objective to keep
     drawn        chance decides: any servable length, or none, and any lookup may be given up. No policy can do worse,
                  and no output may depend on it
 
@@ -20,10 +20,13 @@ from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.tracker import RequestTracker
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
+from kvcore.objective import Objective
 from kvcore.ports import Clock
 from kvcore.sim.streams import RandomStream
 
 KINDS = ("always", "if-it-pays", "drawn")
+OBJECTIVE = Objective(tpot_s=0.002, ttft_s=1.0)
+"""Of every other seed: some answers of an episode meet it, some do not."""
 
 
 class DrawnAdmission(LoadAll):
@@ -47,7 +50,7 @@ def admission_for(
 ) -> Admission:
     """The admission of one life of a scheduler side."""
     if kind == "if-it-pays":
-        return LoadIfItPays(layout, clock, Limits())
+        return LoadIfItPays(layout, clock, Limits(objective=OBJECTIVE if seed % 2 else None))
     if kind == "drawn":
         return DrawnAdmission(RandomStream(seed, f"admission.{life}"), over)
     if kind != "always":

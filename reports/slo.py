@@ -22,18 +22,15 @@ has no share either. `COLUMNS` states the formula of each column for the page.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvcore.errors import ConfigError
+from kvcore.objective import EXAMPLE, limits_of
 from kvcore.reports.numbers import check_positive
 
-METRICS = ("ttft", "tpot", "e2el")
-MS_MAX = 1e9
-EXAMPLE = "write for instance --slo 'ttft:2000 tpot:50'"
 COLUMNS = {
     "goodput_share": "requests that met every limit / (completed + failed requests); others left out",
     "goodput_per_s": "requests that met every limit / duration of the run",
@@ -106,29 +103,7 @@ def parse_slo(words: str | Sequence[str] | None) -> Slo | None:
         if isinstance(words, str):
             raise ConfigError(f"the SLO is empty: leave the option out, or {EXAMPLE}")
         return None
-    limits: dict[str, float] = {}
-    for part in parts:
-        metric, limit = _parse_part(part)
-        if metric in limits:
-            raise ConfigError(f"the SLO names {metric} twice: which limit counts?")
-        limits[metric] = limit
-    return Slo(tuple(limits.items()))
-
-
-def _parse_part(part: str) -> tuple[str, float]:
-    metric, colon, text = part.partition(":")
-    if not colon:
-        raise ConfigError(f"the SLO part {part!r} has no colon: {EXAMPLE}")
-    if metric not in METRICS:
-        near = difflib.get_close_matches(metric.lower(), METRICS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(METRICS)}"
-        raise ConfigError(f"the SLO names an unknown metric {metric!r}: {hint}")
-    try:
-        limit = float(text)
-    except ValueError:
-        raise ConfigError(f"the SLO part {part!r} needs a number of milliseconds: {EXAMPLE}") from None
-    check_positive(f"the SLO's {metric} in milliseconds", limit, MS_MAX)
-    return metric, limit
+    return Slo(tuple(limits_of(parts).items()))
 
 
 def goodput(outcomes: Iterable[Outcome], slo: Slo | None, duration_s: float) -> Goodput | None:

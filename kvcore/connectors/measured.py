@@ -13,6 +13,7 @@ Everything comes from the calls of the engine and from the workers' reports; no 
               stores is in it, and so is the engine's own pace of asking: a request pays for both
     queues    requests that wait, prompts that are being computed, sequences that decode, bytes that are being loaded;
               arrivals per second and busy shares
+    objective where the operator has told one: how near the sequences that decode are to missing it
 
 Two questions, one decision. `length`, when the lookup is over: is loading what was found cheaper than computing it?
 `worth_asking`, before and while it runs: would it be, if everything were found and it took as long as such lookups do?
@@ -57,6 +58,7 @@ from kvcore.admission import (
 from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import LoadTimes, ScheduledRequest
 from kvcore.groups import CacheLayout, GroupKind
+from kvcore.objective import Decodes
 from kvcore.ports import Clock
 
 _NS_PER_S = 1e9
@@ -92,6 +94,7 @@ class AdmissionStatistics:
     prefill_token_s: float | None
     load_byte_s: float | None
     lookup_byte_s: float | None
+    good_share: float | None  # of the last answers, by the objective; None: there is none
 
 
 class _Way:
@@ -159,9 +162,11 @@ class LoadIfItPays:
         self._computing = _Prompts()
         self._came: dict[str, float] = {}  # until the first token
         self._decoding: dict[str, None] = {}
+        self._decodes = None if self._limits.objective is None else Decodes(self._limits.objective)
         self._loading: dict[str, int] = {}  # bytes
         self._asked: dict[str, tuple[int, float]] = {}  # (generation, since when) of a pending lookup
         self._steps: deque[_Step] = deque()
+        self._steps_ended = 0
         self._last_end_s = 0.0
         self._prefill, self._gpu_busy, self._gpu_rate = PrefillMeter(), ShareMeter(), ShareMeter()
         self._load, self._load_busy, self._load_rate = _Way(), ShareMeter(), ShareMeter()
@@ -203,6 +208,8 @@ class LoadIfItPays:
         self._computing.pop(request_id)
         self._came.pop(request_id, None)
         self._decoding.pop(request_id, None)
+        if self._decodes is not None:
+            self._decodes.ended(request_id, self._now_s(), self._steps_ended)
         self._loading.pop(request_id, None)
         self._asked.pop(request_id, None)
         self._probing.pop(request_id, None)
@@ -241,13 +248,19 @@ class LoadIfItPays:
         assert step.tokens > 0 or not step.firsts, "a first token comes from a prompt"
         seconds = now_s - max(step.begin_s, self._last_end_s)
         self._last_end_s = max(now_s, self._last_end_s)
+        self._steps_ended += 1
         for name in step.firsts:
             if (came_s := self._came.pop(name, None)) is not None:
-                self._tail.add(max(now_s - came_s, 0.0))
+                self._first_token(name, now_s, max(now_s - came_s, 0.0))
         if step.tokens and step.sample and seconds > 0:
             self._counts["steps"] += 1
             self._prefill.add(step.tokens, step.pairs, seconds)
             self._gpu_busy.add(now_s, seconds)
+
+    def _first_token(self, name: str, now_s: float, seconds: float) -> None:
+        self._tail.add(seconds)
+        if self._decodes is not None:
+            self._decodes.began(name, now_s, seconds, self._steps_ended)
 
     # ------------------------------------------------------------------ loads and lookups
 
@@ -362,7 +375,10 @@ class LoadIfItPays:
             rate=self._gpu_rate.per_second(now_s),
             busy=self._gpu_busy.per_second(now_s),
         )
-        return Gpu(prefill, queue, ahead_s, self._tail.tail_s)
+        if (decodes := self._decodes) is None:
+            return Gpu(prefill, queue, ahead_s, self._tail.tail_s)
+        slacks_s = decodes.slacks_s(now_s, self._steps_ended)
+        return Gpu(prefill, queue, ahead_s, self._tail.tail_s, 1, slacks_s, decodes.good_share)
 
     def _link(self, tracker: RequestTracker, now_s: float) -> Link:
         line = self._load.line
@@ -389,4 +405,5 @@ class LoadIfItPays:
             None if prefill is None else prefill.token_s,
             None if load is None else load.byte_s,
             None if lookup is None else lookup.byte_s,
+            None if self._decodes is None else self._decodes.good_share,
         )

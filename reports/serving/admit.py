@@ -2,8 +2,8 @@
 
 The policy sees what a running engine can measure and nothing else: the seconds, tokens and pairs of the steps that have
 run, the seconds and bytes of the hauls that have ended, how many requests wait and how long their prompts are, bytes
-asked for and not here yet, arrivals per second, busy shares. Not the model, the host, the tiers' parameters, the trace,
-or when anything will end.
+asked for and not here yet, arrivals per second, busy shares, first and last tokens, and the operator's objective. Not
+the model, the host, the tiers' parameters, the trace, or when anything will end.
 
 SPLIT adds one way to each offer: the GPU computes the front of the prefix while its back is loaded. The front is
 where both take as long (reports/breakeven.py: `split`), by the same measured rates and queues, and the way is taken
@@ -13,6 +13,7 @@ where it beats the decision by the admission's own cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvcore.admission import (
     Backlog,
@@ -30,8 +31,10 @@ from kvcore.admission import (
     beyond_s,
     decide,
 )
+from kvcore.objective import Decodes
 from kvcore.reports.breakeven import LineLoad, split
 from kvcore.reports.serving.cache import Cache, Choice, Held
+from kvcore.reports.serving.gpu import Batch
 from kvcore.reports.serving.link import Line
 from kvcore.reports.serving.setting import Policy, Setting
 
@@ -52,10 +55,19 @@ class Admission:
         self._busy = ShareMeter()
         self._rate = ShareMeter()
         self._tail = TailMeter()
+        objective = setting.limits.objective
+        self._decodes = None if objective is None else Decodes(objective)
 
-    def first_token(self, seconds: float) -> None:
-        """A request has its first token, so long after it came."""
+    def first_token(self, now_s: float, index: int, seconds: float, steps: int) -> None:
+        """A request has its first token, so long after it came, after so many steps of the engine."""
         self._tail.add(seconds)
+        if self._decodes is not None:
+            self._decodes.began(index, now_s, seconds, steps)
+
+    def last_token(self, now_s: float, index: int, steps: int) -> None:
+        """A request has ended."""
+        if self._decodes is not None:
+            self._decodes.ended(index, now_s, steps)
 
     def came(self, now_s: float) -> None:
         """A request arrived at this worker."""
@@ -67,15 +79,18 @@ class Admission:
         self._busy.add(now_s, seconds)
 
     def choose(
-        self, now_s: float, held: Held, choices: Sequence[Choice], ahead: Backlog, running: int, waited_s: float
+        self, now_s: float, held: Held, choices: Sequence[Choice], ahead: Backlog, batch: Batch, waited_s: float
     ) -> tuple[Choice | None, str]:
-        """What to load, and why; None: nothing. `ahead`: what the GPU computes before this request can begin."""
+        """What to load, and why; None: nothing. `ahead`: what the GPU computes before this request can begin.
+
+        `batch`: the sequences that decode; their number, and the steps so far, are looked at.
+        """
         if not choices:
             return None, Reason.NOTHING.value
         if self._policy is Policy.ALWAYS:
             return choices[-1], Policy.ALWAYS.value
         prompt = Prompt(held.prompt_tokens, waited_s)
-        gpu, links = self._gpu(now_s, ahead, running), [line.measured(now_s) for line in self._lines]
+        gpu, links = self._gpu(now_s, ahead, batch), [line.measured(now_s) for line in self._lines]
         decision = decide(prompt, [choice.offer for choice in choices], gpu, links, self._limits)
         self._remember(choices[-1].offer, decision)
         choice = self._chosen(held, choices, decision)
@@ -83,18 +98,21 @@ class Admission:
             return self._split(prompt, held, choices, decision, choice, gpu, links)
         return choice, decision.reason.value
 
-    def _gpu(self, now_s: float, ahead: Backlog, running: int) -> Gpu:
+    def _gpu(self, now_s: float, ahead: Backlog, batch: Batch) -> Gpu:
         prefill = self._prefill.prefill
         if prefill is None:
             return Gpu(None)
         queue = Queue(
             waiting=self.backlog.requests,
-            running=running,
+            running=len(batch),
             work_s=self.backlog.seconds(prefill) + ahead.seconds(prefill),
             rate=self._rate.per_second(now_s),
             busy=self._busy.per_second(now_s),
         )
-        return Gpu(prefill, queue, ahead.seconds(prefill), self._tail.tail_s, self._layers)
+        gpu = Gpu(prefill, queue, ahead.seconds(prefill), self._tail.tail_s, self._layers)
+        if (decodes := self._decodes) is None:
+            return gpu
+        return replace(gpu, slacks_s=decodes.slacks_s(now_s, batch.steps), good_share=decodes.good_share)
 
     def _remember(self, longest: Offer, decision: Decision) -> None:
         used = {at for at, _ in decision.offer.hauls}
@@ -170,4 +188,5 @@ def _split_gain_s(prompt: Prompt, prefix_tokens: int, front: int, load: LineLoad
     computed = prompt.waited_s + gpu.ahead_s + whole
     split_up = prompt.waited_s + max(gpu.ahead_s + first, load.seconds(prefix_tokens - front)) + rest
     others = gpu.queue.lost_s(whole) - gpu.queue.lost_s(first + rest)
+    others += gpu.spoilt_s(whole) - gpu.spoilt_s(first + rest)
     return computed + beyond_s(computed, gpu.tail_s) - split_up - beyond_s(split_up, gpu.tail_s) + others

@@ -68,7 +68,8 @@ class Setting:
     """One cell of a sweep. `load` divides the trace's times: 2 is twice the rate.
 
     `step_tokens`: tokens that the engine puts into one step at most (chunked prefill). `batch_max`: sequences at a
-    time. `block_tokens`: tokens per copy between host memory and GPU. `limits`: floor and ceiling of the admission.
+    time. `block_tokens`: tokens per copy between host memory and GPU. `limits`: floor, ceiling and
+    objective of the admission.
     """
 
     model: Model

@@ -276,7 +276,7 @@ class Worker:
             return
         choices = cache.choices(held) if cache.find(held) else []
         job.found_tokens = choices[-1].offer.tokens if choices else 0
-        choice, job.decision = admission.choose(now_s, held, choices, ahead, len(self._batch), now_s - job.arrival_s)
+        choice, job.decision = admission.choose(now_s, held, choices, ahead, self._batch, now_s - job.arrival_s)
         while choice is not None and not cache.take(held, choice):
             choice = choices[0] if choice is not choices[0] and not choices[0].depth else None
             job.decision = "no room"
@@ -344,7 +344,7 @@ class Worker:
             return
         job.token_first_s = now_s
         if self._admission is not None:
-            self._admission.first_token(now_s - job.arrival_s)
+            self._admission.first_token(now_s, job.index, now_s - job.arrival_s, self._batch.steps)
         if self._cache is not None and job.held is not None:
             self._cache.store(job.held, 0 if job.front else job.hit_tokens // self._cache.chunk_tokens)
         if job.output_tokens > 1:
@@ -355,6 +355,8 @@ class Worker:
     def _finish(self, now_s: float, jobs: Sequence[Any]) -> None:
         for job in jobs:
             job.token_last_s = now_s
+            if self._admission is not None:
+                self._admission.last_token(now_s, job.index, self._batch.steps)
             self._room += job.prompt_tokens + job.output_tokens
             self._open -= 1
             self._ended(job)

@@ -8,7 +8,8 @@ are needed (KVCORE_TRACES); without them the generated trace of the same shape t
 The dominance table: 72 cells, that is three models on their hosts, four tiers, three loads (of what the GPU can serve
 without a cache), the first 2,000 requests of both Mooncake traces, 5 seeds of the arrivals' jitter. The objective is
 relative to the machine: a first token within five times the prefill of the mean prompt, an output token within ten
-times a decode step of one sequence. A row that misses a bar is marked, and the sum says how many.
+times a decode step of one sequence. The admission is told it, as an operator would. A row that misses a bar is marked,
+and the sum says how many.
 
 The held-out table: cells that nobody looked at while the admission was made. Other models, hosts, tiers, loads, traces
 and seeds; chosen before they were run, and reported as they came out. Whoever changes the admission because of a row in
@@ -24,12 +25,15 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 
+from kvcore.admission import Limits
 from kvcore.errors import ConfigError
+from kvcore.objective import Objective
 from kvcore.reports import parameters, traces
 from kvcore.reports.cost import Host, Model, decode_step_s, host_memory, prefill_s
 from kvcore.reports.serving import CacheTier, Cell, Policy, ServingResult, Setting, simulate, sweep
@@ -160,12 +164,13 @@ def ratios(case: Case, count: int, seeds: Iterable[int]) -> list[Row]:
     first = trace(name, count)
     slo = objective(model, host, first.input_tokens // len(first))
     rate = load * capacity_per_s(first, model, host) / (len(first) / first.duration_s)
+    told = Limits(objective=Objective.read(str(slo)))
+    setting = Setting(model=model, host=host, tiers=tiers(place, model, host), load=rate, limits=told)
     found = []
     for seed in seeds:
         requests = trace(name, count, seed)
         served = [
-            simulate(requests, Setting(model=model, host=host, tiers=tiers(place, model, host), policy=one, load=rate))
-            for one in (Policy.NEVER, Policy.ALWAYS, Policy.PAYS)
+            simulate(requests, replace(setting, policy=one)) for one in (Policy.NEVER, Policy.ALWAYS, Policy.PAYS)
         ]
         never, always, pays = (row(result, slo) for result in served)
         found.append(

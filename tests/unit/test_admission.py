@@ -85,6 +85,14 @@ def test_sequences_that_decode_count_on_a_busy_gpu_and_not_on_an_idle_one() -> N
     assert reason(SLOW, gpu(running=30, busy=0.8)) is Reason.PAYS
 
 
+def test_answers_that_would_miss_their_objective_make_a_slow_link_worth_it() -> None:
+    near, far = (dataclasses.replace(gpu(busy=0.5), slacks_s=8 * (slack_s,), good_share=0.5) for slack_s in (0.2, 1e6))
+    assert reason(SLOW, near) is Reason.PAYS
+    assert reason(SLOW, far) is Reason.COMPUTE, "they have time"
+    assert reason(SLOW, dataclasses.replace(near, good_share=1.0)) is Reason.COMPUTE, "and so they did so far"
+    assert reason(SLOW, dataclasses.replace(near, queue=Queue())) is Reason.COMPUTE, "an idle GPU makes up for it"
+
+
 def test_a_request_beyond_the_tail_gives_less_of_its_time_up() -> None:
     """What pays for the average request does not for one that would be among the slowest."""
     usual = dataclasses.replace(gpu(waiting=8), tail_s=60.0)
@@ -314,7 +322,7 @@ def test_a_young_share_divides_by_the_time_it_has_seen() -> None:
     assert meter.per_second(9.0) == pytest.approx(0.5, rel=0.15)
 
 
-def test_the_tail_is_what_one_in_twenty_exceeds() -> None:
+def test_the_tail_is_what_one_in_fifty_exceeds() -> None:
     meter, chance = TailMeter(), random.Random(3)
     for _ in range(500):
         meter.add(chance.expovariate(1.0))

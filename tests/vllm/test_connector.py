@@ -323,6 +323,9 @@ def test_limits_without_an_admission_that_has_them_are_refused() -> None:
     refuse(CASE, "must be a whole number", admission="if-it-pays", admission_ceiling_tokens=True)
     refuse(CASE, "below the floor", admission="if-it-pays", admission_floor_tokens=9, admission_ceiling_tokens=8)
     refuse(CASE, "known are always, if-it-pays", admission="sometimes")
+    refuse(CASE, 'is for admission = "if-it-pays"', admission_objective="tpot:50")
+    refuse(CASE, "needs a tpot", admission="if-it-pays", admission_objective="ttft:2000")
+    refuse(CASE, "must be a text", admission="if-it-pays", admission_objective=50)
 
 
 def test_synchronous_loads_are_refused_where_their_failure_cannot_be_told() -> None:

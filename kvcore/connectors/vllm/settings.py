@@ -12,6 +12,7 @@
                    it would cost more (`kvcore.connectors.admission`)
     admission_floor_tokens     shorter prefixes are never loaded
     admission_ceiling_tokens   prefixes of so many tokens are always loaded
+    admission_objective        "ttft:2000 tpot:50" in milliseconds (`kvcore.objective`); answers are kept within it
     host           a `SharedHost` of the caller's own, which may outlive the engine
 
 With servers, memory, stores and eviction are the servers' own.
@@ -27,10 +28,16 @@ from kvcore.admission import Limits
 from kvcore.connectors.admission import MODES
 from kvcore.connectors.vllm.host import POLICIES
 from kvcore.errors import ConfigError
+from kvcore.objective import Objective
 from kvcore.placement import PlacementMode
 from kvcore.service.protocol import Transfer
 
 L1_BYTES = 1 << 30
+_LIMITS: tuple[tuple[str, type, str], ...] = (
+    ("admission_floor_tokens", int, "a whole number"),
+    ("admission_ceiling_tokens", int, "a whole number"),
+    ("admission_objective", str, "a text like 'ttft:2000 tpot:50'"),
+)
 _OF_THE_ENGINE: dict[str, Any] = {"l1_bytes": L1_BYTES, "l2": (), "policy": "lru", "host": None}
 
 
@@ -49,6 +56,7 @@ class Settings:
     admission: str = "always"
     admission_floor_tokens: int = 0
     admission_ceiling_tokens: int | None = None
+    admission_objective: str | None = None
     host: Any = None
 
     @classmethod
@@ -83,10 +91,10 @@ class Settings:
         self._check_whose()
 
     def _check_limits(self) -> None:
-        for name in ("admission_floor_tokens", "admission_ceiling_tokens"):
+        for name, kind, what in _LIMITS:
             value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise ConfigError(f"{name} = {value!r} must be a whole number")
+            if value is not None and type(value) is not kind:
+                raise ConfigError(f"{name} = {value!r} must be {what}")
             if value and self.admission != "if-it-pays":
                 raise ConfigError(f'{name} is for admission = "if-it-pays"; {self.admission} loads whatever is found')
         _ = self.limits
@@ -96,7 +104,9 @@ class Settings:
         """Of an admission that measures; None: everything is loaded."""
         if self.admission == "always":
             return None
-        return Limits(self.admission_floor_tokens, self.admission_ceiling_tokens)
+        told = self.admission_objective
+        objective = None if told is None else Objective.read(told)
+        return Limits(self.admission_floor_tokens, self.admission_ceiling_tokens, objective)
 
     def _check_whose(self) -> None:
         """What nobody would look at is refused: it was meant to do something."""
