@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey, key_text
@@ -46,6 +46,7 @@ from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect, Header
 from kvcore.l2.redis_pool import RedisOptions, RedisPool
 from kvcore.l2.redis_wire import (
+    BULK_BYTES_MAX,
     Answer,
     Deadline,
     ErrorAnswer,
@@ -168,12 +169,14 @@ class RedisBackend:
         with closing(self._pool.connect()) as wire:
             self._say(wire, [command(b"WATCH", name)])
             [length] = self._say(wire, [command(b"STRLEN", name)])
-            if isinstance(length, int) and length:
+            if _is_length(length):
                 [record] = self._say(wire, [command(b"GET", name)], length)
                 if not isinstance(record, bytes) or not _is_good(key, record, defect, seen_bytes):
                     self._say(wire, [command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
             elif _is_other_type(length):
                 self._say(wire, [command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
+            elif length != 0:
+                raise self.trouble(length)
 
     def _say(self, wire: Wire, commands: Sequence[Sequence[Part]], more_bytes: int = 0) -> list[Answer]:
         """An exchange on a connection of our own. StoreError for an error answer, save that of another type."""
@@ -206,7 +209,7 @@ class RedisBackend:
         answers = self._ask_on(wire, commands)
         for position, name in enumerate(names):
             idle_s, length, head = answers[3 * position : 3 * position + 3]
-            if isinstance(length, int) and length and isinstance(head, bytes):  # gone meanwhile, or another type
+            if _is_length(length) and isinstance(head, bytes):  # gone meanwhile, or another type
                 # Whole seconds, rounded down: taken as they are, every scan would make what lies there the youngest.
                 age_s = idle_s + 1.0 if isinstance(idle_s, int) else None
                 yield Stored(self._key_of(wire, name, head), name.decode("utf-8", "replace"), length, age_s)
@@ -373,6 +376,11 @@ def _as_store_error(error: ConfigError) -> StoreError:
     made = StoreError(str(error))
     made.__cause__ = error
     return made
+
+
+def _is_length(answer: Answer) -> TypeGuard[int]:
+    """Of something that is there. A length that no value has would become a wait, or memory, without an end."""
+    return isinstance(answer, int) and 0 < answer <= BULK_BYTES_MAX
 
 
 def _is_other_type(answer: Answer) -> bool:

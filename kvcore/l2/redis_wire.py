@@ -29,7 +29,7 @@ from kvcore.ports import Clock
 
 _BUFFER_BYTES = 16 * 1024
 _LINE_BYTES_MAX = 4096
-_BULK_BYTES_MAX = 512 * 1024 * 1024  # the protocol's own limit; a larger length is not believed
+BULK_BYTES_MAX = 512 * 1024 * 1024  # the protocol's own limit; a larger length is not believed
 _PARTS_MAX = 512  # of one sendmsg; systems take 1024
 _DEPTH_MAX = 4
 _NS_PER_S = 1_000_000_000
@@ -248,7 +248,7 @@ def _error(line: bytes) -> ErrorAnswer:
 def _length(line: bytes) -> int | None:
     """-1 says that there is nothing."""
     length = _number(line[1:])
-    if length > _BULK_BYTES_MAX:
+    if length > BULK_BYTES_MAX:
         raise StoreError("the server announced a value that is too long to be true")
     return length if length >= 0 else None
 

@@ -8,12 +8,15 @@ most, each a connection and an answer, and the time of the bytes.
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 
 import pytest
 
 from kvcore.errors import StoreError
+from kvcore.l2.envelope import Defect
+from kvcore.l2.redis import RedisOptions, open_backend
 
 TIMEOUT_S = 0.3
 SHORT = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S}
@@ -255,6 +258,33 @@ def test_a_server_that_does_not_speak_the_protocol(opened):
             with pytest.raises((StoreError, OSError)):
                 opened(port=port, timeout_s=TIMEOUT_S)
             thread.join()
+
+
+@pytest.mark.parametrize("length", [2**40, 2**63, 10**30, -1])
+def test_a_length_that_no_value_has_is_not_believed(length, key):
+    """It became a wait of weeks, a number that no clock takes, or the accounting of a scan."""
+    answers = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx\r\n", b"OBJECT": b":1\r\n", b"GETRANGE": b"$1\r\nx\r\n"}
+    answers[b"STRLEN"] = b":%d\r\n" % length
+
+    def serve():
+        for _ in range(2):
+            client, _ = listener.accept()
+            with client:
+                while said := client.recv(65536):
+                    words = re.findall(rb"\*\d+\r\n\$\d+\r\n(\w+)", said)
+                    if b"GET" in words:
+                        break  # rather than let a believer wait
+                    client.sendall(b"".join(answers.get(word, b"+OK\r\n") for word in words))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        backend = open_backend(RedisOptions(port=listener.getsockname()[1], **PATIENT))
+        with pytest.raises(StoreError, match="unexpected"):
+            backend.discard(key(1), Defect.FLIPPED)
+        assert list(backend.scan()) == []
+        backend.close()
+        thread.join()
 
 
 def test_two_processes_writing_the_same_keys_leave_whole_records(valkey, opened, many):
