@@ -48,11 +48,11 @@ def check_rung(rung: dict[str, Any]) -> None:
 
 
 def test_a_whole_climb_has_every_rung_and_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
-    status, data, progress = run(capsys)
+    status, data, progress = run(capsys, "--requests", "40")
     assert data["schema"] == 1
     assert data["target"] == "sim"
     assert data["seed"] == 0
-    assert "120 requests" in data["workload"]
+    assert "40 requests" in data["workload"]
     assert [rung["rung"] for rung in data["rungs"]] == ["0", "1", "2", "3", "3b", "4"]
     for rung in [*data["rungs"], data["replay"]]:
         check_rung(rung)
@@ -68,7 +68,7 @@ def test_a_whole_climb_has_every_rung_and_the_replay(capsys: pytest.CaptureFixtu
 
 
 def test_a_part_of_the_rungs_has_no_replay(capsys: pytest.CaptureFixture[str]) -> None:
-    status, data, _ = run(capsys, "--rungs", "0-1")
+    status, data, _ = run(capsys, "--requests", "40", "--rungs", "0-1")
     assert [rung["rung"] for rung in data["rungs"]] == ["0", "1"]
     assert data["replay"] == {}
     assert data["rungs"][1]["tokens_compared"] == data["rungs"][0]["tokens_compared"] > 0
@@ -76,7 +76,7 @@ def test_a_part_of_the_rungs_has_no_replay(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_rung_3_comes_with_the_rung_that_fills_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    status, data, _ = run(capsys, "--rungs", "3")
+    status, data, _ = run(capsys, "--requests", "40", "--rungs", "3")
     assert [rung["rung"] for rung in data["rungs"]] == ["0", "2", "3", "3b"]
     assert status == 0
 
@@ -95,7 +95,7 @@ def test_a_climb_that_proved_nothing_fails_and_says_so(
 
 
 def test_the_reproducing_line_reproduces(capsys: pytest.CaptureFixture[str]) -> None:
-    _, data, _ = run(capsys, "--rungs", "0-2", "--seed", "3")
+    _, data, _ = run(capsys, "--requests", "40", "--rungs", "0-2", "--seed", "3")
     command = data["cells"][0]["reproduce"].split()
     assert command[:2] == ["kvcore", "ladder"]
     assert main([*command[1:], "--rungs", "0-2", "--json"]) == 0
