@@ -8,7 +8,8 @@
     pool     be the memory behind nixl+ucx://SOCKET until SIGTERM or SIGINT (`kvcore.l2.nixl_pool_server`)
 
 A store that belongs to one process at a time cannot be looked at while a server has it; a shared one can. An exclusive
-store is cleaned of unreadable leftovers when it is opened, as at every start.
+store is cleaned of unreadable leftovers when it is opened, as at every start, and `fs` when it is listed; `verify` says
+how many there were.
 
 Nothing prints a secret: a store is shown as `StoreSpec.shown`. Exit status as in `kvcore.cli`: 0 good, 1 bad or not
 there, 2 unusable input. Progress goes to standard error, results to standard output.
@@ -211,8 +212,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     bad: Counter[str] = Counter()
     good = 0
     with _inspected(arguments) as inspector:
-        for defect, count in inspector.defects_at_open.items():
-            bad[f"{defect.value}, removed at opening"] += count
         for listed in _chosen(inspector, arguments, "reading"):
             verdict = inspector.judge(listed)
             if verdict is None:
@@ -222,6 +221,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{_word(verdict)}: {listed.name}")
             if arguments.remove and listed.key is not None and isinstance(verdict, Defect):
                 bad["could not be removed"] += sum(error is not None for error in inspector.delete([listed.key]))
+    bad.update({f"{defect.value} (removed)": count for defect, count in inspector.removed.items()})
     print(f"{good} good", *(f"{count} {word}" for word, count in sorted(bad.items()) if count), sep=", ")
     return 1 if bad.total() else 0
 

@@ -270,8 +270,8 @@ class FsBackend:
         total_bytes = objects = 0
         for directory in [".", *filter(_DIRECTORY.fullmatch, sorted(os.listdir(self._root)))]:
             for stored in self._scan_directory(directory, now_s):
-                total_bytes += stored.record_bytes
-                objects += 1
+                total_bytes += 0 if stored.removed else stored.record_bytes
+                objects += stored.removed is None
                 yield stored
         self._scanned = L2Usage(total_bytes, None, objects, 0)
 
@@ -297,12 +297,12 @@ class FsBackend:
                 os.unlink(path)
             return None
         key = self._judge(path, name, directory) if _RECORD.fullmatch(name) else None
+        removed = None
         if isinstance(key, Defect):
-            removed = key in _DAMAGED and _answer(self._remove, path, _identity(status)) is True
-            if removed:
-                return None
+            if key in _DAMAGED and _answer(self._remove, path, _identity(status)) is True:
+                removed = key
             key = None
-        return Stored(key, f"{directory}/{name}", status.st_size, age_s)
+        return Stored(key, f"{directory}/{name}", status.st_size, age_s, removed)
 
     def _judge(self, path: str, name: str, directory: str) -> ObjectKey | Defect:
         """Everything but the payload's checksum."""

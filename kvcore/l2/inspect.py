@@ -13,6 +13,7 @@ Who holds: this object the opened backend, until `close`. One thread.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,11 +75,8 @@ class Inspector:
         self._backend = as_it_lies(spec).unopened()
         self._codecs = spec.codecs()
         self._scan: Scan | None = open_shown(spec, self._backend.open)
-
-    @property
-    def defects_at_open(self) -> dict[Defect, int]:
-        """Bad records that an exclusive store has removed when it was opened."""
-        return dict(self._scan.defects) if self._scan is not None else {}
+        self.removed = Counter(self._scan.defects if self._scan is not None else {})
+        """Bad records that the store has removed by itself: an exclusive one at opening, `fs` while it is listed."""
 
     def records(self) -> Iterator[Listed]:
         backend = self._backend
@@ -88,6 +86,9 @@ class Inspector:
                 yield Listed(found.key, key_text(found.key), found.record_bytes, found.payload_bytes)
             return
         for stored in backend.scan():
+            if stored.removed is not None:
+                self.removed[stored.removed] += 1
+                continue
             head_bytes = envelope.header_bytes(stored.key) if stored.key is not None else 0
             yield Listed(
                 stored.key, stored.name, stored.record_bytes, max(0, stored.record_bytes - head_bytes), stored.age_s

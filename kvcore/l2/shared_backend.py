@@ -39,6 +39,8 @@ class Stored:
     record_bytes: int
     age_s: float | None = None
     """Since it was written or last used, whichever the store can tell; rounded up, or what is old seems young."""
+    removed: Defect | None = None
+    """The scan has found it bad, for this reason, and removed it."""
 
 
 class SharedBackend(Protocol):

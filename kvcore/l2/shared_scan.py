@@ -74,6 +74,8 @@ class Scanner:
         self._ended()
 
     def _seen(self, stored: Stored) -> None:
+        if stored.removed is not None:
+            self._counts.defects[stored.removed] += 1
         if stored.key is None or self._activities.is_leaving(stored.key):
             return
         used_ns = 0 if stored.age_s is None else self._clock.now_ns() - int(stored.age_s * _NS_PER_S)

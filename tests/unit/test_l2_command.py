@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from time import sleep
@@ -63,6 +64,18 @@ def test_verify_finds_the_flipped_bit_and_removes_the_record(url, capsys, tmp_pa
     assert status == 1
     assert "3 good, 1 flipped" in text
     assert said(capsys, "verify", url, "--remove")[0] == 1
+    assert said(capsys, "verify", url) == (0, "3 good\n")
+
+
+def test_verify_tells_of_the_record_that_is_cut_off_whoever_removes_it(url, capsys, tmp_path: Path) -> None:
+    """`fs` removed it while it was listed, so that there was nothing to report."""
+    [path] = [
+        path for path in (tmp_path / "kv").rglob("*") if path.is_file() and bytes([3]) * 1000 in path.read_bytes()
+    ]
+    os.truncate(path, path.read_bytes().find(bytes([3]) * 1000) + 500)
+    status, text = said(capsys, "verify", url)
+    assert status == 1
+    assert "3 good, 1 torn (removed)" in text
     assert said(capsys, "verify", url) == (0, "3 good\n")
 
 

@@ -280,7 +280,9 @@ def test_a_scan_lists_whole_records_and_cleans_up_what_nobody_will(backend, dire
         key(1): record_bytes(key(1), SIZE),
         key(6): record_bytes(key(6), SIZE),
     }
-    assert sorted(stored.name for stored in found if stored.key is None) == sorted(
+    assert [stored.removed for stored in found if stored.name == record_name(key(2))] == [Defect.TORN]
+    assert [stored.removed for stored in found if stored.name == record_name(key(3))] == [Defect.FLIPPED]
+    assert sorted(stored.name for stored in found if stored.key is None and stored.removed is None) == sorted(
         [record_name(key(4)), f"{record_name(key(5))[:2]}/{record_name(key(5))[:2]}5.kv"]
     )
     assert all(stored.age_s is not None and 0 <= stored.age_s < 60 for stored in found)
@@ -289,6 +291,17 @@ def test_a_scan_lists_whole_records_and_cleans_up_what_nobody_will(backend, dire
     assert not path_of(directory, key(2)).exists()
     assert not path_of(directory, key(3)).exists()
     assert made.usage().objects == 4
+
+
+def test_what_a_scan_removes_is_counted_by_kind(stores, directory, key, content):
+    before = stores("fs")
+    before.store(*((key(number), content(number, SIZE)) for number in range(1, 4)))
+    damage("truncated", path_of(directory, key(1)), key, content)
+    damage("longer", path_of(directory, key(2)), key, content)
+    session = stores("fs")
+    session.rest()
+    assert (session.statistics.torn, session.statistics.long) == (1, 1)
+    assert session.statistics.objects == 1
 
 
 def test_eviction_and_quotas_go_by_bytes_and_survive_a_restart(stores, key, content):
