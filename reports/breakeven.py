@@ -50,7 +50,6 @@ class Prefill(Protocol):
     """Seconds to compute; kvcore.reports.prefill.PrefillTerms."""
 
     def seconds(self, new_tokens: int, prefix_tokens: int = 0) -> float: ...
-    def marginal_s(self, prefix_tokens: int) -> float: ...
 
 
 class Load(Protocol):

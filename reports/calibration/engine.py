@@ -13,11 +13,13 @@ Both begin with pages that nobody has written (NaN, which no later result surviv
 model's arithmetic is exact, so the pages must then hold the same bytes both ways, which is looked at after every run:
 `MeasuringBug` otherwise, because then nothing that was measured is worth anything.
 
-Two things would be measured instead of the engine, and are taken care of. The C library gives the memory of large
+Three things would be measured instead of the engine, and are taken care of. The C library gives the memory of large
 activations back after every operation, and fetching it again costs more than computing: a GPU's engine keeps it, so the
-process is told to keep it too (where it is glibc's). And a neighbour that takes the core for 20 ms makes every longer
-run a lottery: a run is tried again until its two fastest tries agree within `AGREE`, at most `TRIES_MAX` times, and the
-fastest counts. `core_share` says how much of a core we had.
+process is told to keep it too (where it is glibc's). Neighbours take the core: times are those of the `stopwatch`, and
+the fastest try counts, because the first after other work finds cold caches: at least `TRIES_LEAST` of them, and up to
+`TRIES_MAX` while they take less than `TRIES_S` together, since what is short is disturbed most. And a load is not over
+with its answer: the cache ends the session on its own thread while the engine computes, and in one process both share
+the interpreter. `time_call` shows how long that takes, and whoever predicts adds it.
 
 Who holds: `CalibrationEngine` holds pages and caches; who frees: `close`, or `with`.
 """
@@ -26,9 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Literal
 from kvcore.errors import ConfigError, KvcoreError
 from kvcore.inprocess import Cache
 from kvcore.keys import Namespace
+from kvcore.reports.calibration.stopwatch import Timed, timed
 from kvcore.sim.streams import RandomStream
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 16
 L1_BYTES = 256 << 20
-TRIES_MAX = 12
-AGREE = 0.05
+TRIES_LEAST, TRIES_MAX = 3, 8
+TRIES_S = 0.015
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 _KEPT_BYTES = 1 << 30
 _MMAP_BYTES_MAX = 32 << 20
@@ -84,7 +85,7 @@ class CalibrationEngine:
         from kvcore.ladder.targets.torch.pages import TorchPages
 
         _keep_memory()
-        self._wall_s = self._cpu_s = 0.0
+        self._seconds = self._clock_s = 0.0
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # one stream of work, as a GPU has; and less at the mercy of the neighbours
         self._stack = contextlib.ExitStack()
@@ -143,27 +144,39 @@ class CalibrationEngine:
 
     @property
     def core_share(self) -> float:
-        """CPU time / wall time of the prefills so far: 1 on a machine without neighbours."""
-        return self._cpu_s / self._wall_s if self._wall_s else 1.0
+        """Seconds without neighbours / seconds by the clock, of all that was timed: 1 on a machine of our own."""
+        return self._seconds / self._clock_s if self._clock_s else 1.0
 
-    def time_prefill(self, new_tokens: int, prefix_tokens: int) -> float:
-        """Seconds of a prefill whose prefix is in the pages already."""
+    def time_prefill(self, new_tokens: int, prefix_tokens: int) -> Timed:
+        """A prefill whose prefix is in the pages already."""
 
         def ready() -> None:
             self._pages.poison(self._table)
             self._load(prefix_tokens)
 
-        cpu_s, wall_s = time.thread_time(), time.perf_counter()
-        best = _fastest(lambda: self._prefill(prefix_tokens, prefix_tokens + new_tokens), ready)
-        self._cpu_s += time.thread_time() - cpu_s
-        self._wall_s += time.perf_counter() - wall_s
-        return best
+        return self._fastest(lambda: self._prefill(prefix_tokens, prefix_tokens + new_tokens), ready)
 
-    def time_load(self, way: Way, tokens: int) -> float:
-        """Seconds of bringing a prefix into the pages."""
-        return _fastest(lambda: self._load(tokens), lambda: self._ready(way))
+    def time_load(self, way: Way, tokens: int) -> Timed:
+        """Bringing a prefix into the pages, until the cache has answered and the copy is done."""
+        return self._fastest(lambda: self._load(tokens), lambda: self._ready(way))
 
-    def time_first_token(self, way: Way, prefix_tokens: int, rest_tokens: int) -> tuple[float, int]:
+    def time_call(self, way: Way, tokens: int, rested: bool) -> Timed:
+        """A call of the cache after a load: right after it, or when the cache rests again. The first waits for what the
+        load has left to do."""
+
+        def call() -> None:
+            self._cache.statistics()
+
+        def loaded() -> None:
+            self._ready(way)
+            call()
+            self._load(tokens)
+            if rested:
+                call()
+
+        return self._fastest(call, loaded)
+
+    def time_first_token(self, way: Way, prefix_tokens: int, rest_tokens: int) -> tuple[Timed, int]:
         """(TTFT, the token) of a prompt whose prefix is computed or loaded."""
         tokens = set()
 
@@ -171,11 +184,21 @@ class CalibrationEngine:
             loaded = 0 if way == "recompute" else self._load(prefix_tokens)
             tokens.add(self._prefill(loaded, prefix_tokens + rest_tokens))
 
-        best = _fastest(request, lambda: self._ready(way))
+        best = self._fastest(request, lambda: self._ready(way))
         self._check(prefix_tokens + rest_tokens)
         if len(tokens) != 1:
             raise MeasuringBug(f"one prompt was answered in several ways: {sorted(tokens)}")
         return best, tokens.pop()
+
+    def _fastest(self, work: Callable[[], object], before: Callable[[], None]) -> Timed:
+        """The fastest of the tries (module text)."""
+        tries: list[Timed] = []
+        while len(tries) < TRIES_LEAST or (len(tries) < TRIES_MAX and sum(one.seconds for one in tries) < TRIES_S):
+            before()
+            tries.append(timed(work))
+        self._seconds += sum(one.seconds for one in tries)
+        self._clock_s += sum(one.clock_s for one in tries)
+        return min(tries, key=lambda one: one.seconds)
 
     def _check(self, tokens: int) -> None:
         """The pages of these tokens, whole ones, must hold what was computed at first."""
@@ -241,22 +264,6 @@ class CalibrationEngine:
 
 def _alone(output: torch.Tensor) -> None:
     """One rank has nobody to add its output to."""
-
-
-def _fastest(work: Callable[[], object], before: Callable[[], None]) -> float:
-    """Seconds of the fastest try (module text)."""
-    times: list[float] = []
-    while len(times) < TRIES_MAX and not _agree(times):
-        before()
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def _agree(times: list[float]) -> bool:
-    first, second = sorted(times)[:2] if len(times) >= 2 else (0.0, math.inf)
-    return second <= first * (1 + AGREE)
 
 
 def _keep_memory() -> None:
