@@ -15,7 +15,7 @@ giving it up would leave NIXL writing into memory that the caller uses for somet
 Copies between the caller's buffer and the file: none where the buffer lies in a region given to `register_region`, one
 through a registered frame elsewhere; the kernel's own copy to the page cache comes on top in both cases.
 
-Limits: POSIX alone; NIXL's UCX and OBJ plugins are not offered as stores. No bound on the time of a call (put a
+Limits: POSIX alone (UCX is `kvcore.l2.nixl_ucx`; the OBJ plugin is not offered). No bound on the time of a call (put a
 deadline and a breaker around the adapter). The package logs to stdout from INFO on; it is set to WARNING here unless
 NIXL_LOG_LEVEL says otherwise.
 
