@@ -69,6 +69,7 @@ _IN_PLACE_BYTES_MIN = 256 * 1024  # smaller payloads are copied beside their hea
 _PLACES_MAX = 16 * 1024
 _ADMIN_PORT = 9003
 _ADMIN_NAMES = 32  # per request: names are long, and so would be the URL
+_PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 _METRIC = re.compile(r"^(master_\w+) (\d+)$", re.ASCII | re.MULTILINE)
 
 Order = tuple[ObjectKey, memoryview]
@@ -191,7 +192,8 @@ class MooncakeBackend:
 
     def scan(self) -> Iterator[Stored]:
         prefix = self._options.prefix
-        names = iter([name for name in self._admin("/get_all_keys").split() if below(prefix, name) != name])
+        there = [name for name in self._admin("/get_all_keys").split() if below(prefix, name) != name]
+        names = filter(_PLAIN.fullmatch, there)  # others are not ours, and would have to be part of a URL
         while page := list(islice(names, _ADMIN_NAMES)):
             sizes = _sizes(self._admin("/batch_query_keys?keys=" + ",".join(page)))
             for name in page:
@@ -285,7 +287,7 @@ class MooncakeBackend:
         try:
             connection.request("GET", path)
             response = connection.getresponse()
-            text = response.read().decode()
+            text = response.read().decode("utf-8", "replace")
         except http.client.HTTPException as error:
             raise StoreError("the Mooncake master's HTTP side does not speak HTTP") from error
         finally:
@@ -356,7 +358,7 @@ def _sizes(text: str) -> dict[str, int]:
     try:
         data = json.loads(text)["data"]
         return {name: int(one["values"][0]["size_"]) for name, one in data.items() if one["ok"] and one["values"]}
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StoreError("the Mooncake master's HTTP side answers something unknown") from error
 
 

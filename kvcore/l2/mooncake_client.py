@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import re
 import socket
 from collections import deque
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ _MEANINGS = {
 }
 _FRAME_BYTES_MIN = 64 * 1024
 _PAGE = 4096
+_PREFIX = re.compile(r"[\w.-]*", re.ASCII)  # part of a URL in a scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ def check_options(options: MooncakeOptions) -> None:
     address(options.master, "master")
     if options.admin not in ("", "off"):
         address(options.admin, "admin")
-    if "/" in options.prefix or "," in options.prefix:
-        raise ConfigError("Mooncake's prefix is one word, without '/' and ','")
+    if not _PREFIX.fullmatch(options.prefix):
+        raise ConfigError("Mooncake's prefix is one word of letters, digits, '.', '_' and '-'")
     if min(options.lease_s, options.connect_timeout_s, options.rpc_timeout_s) <= 0 or options.transfer_timeout_s < 1:
         raise ConfigError("lease_s, connect_timeout_s and rpc_timeout_s are above 0, transfer_timeout_s is 1 at least")
     if options.replicas < 1 or options.segment_bytes < 0 or options.local_buffer_bytes < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import socket
 import threading
 
@@ -290,6 +291,44 @@ def test_a_port_that_does_not_speak_mooncake_is_given_up(inside):
             backend.open()
 
 
+GARBAGE = [
+    b"\xff\xfe",
+    b"[]",
+    b"7",
+    b'{"data": []}',
+    b'{"data": {"x": 1}}',
+    b'{"data": {"x": {"ok": 1, "values": [1]}}}',
+]
+
+
+@pytest.mark.parametrize("sizes", [*GARBAGE, b"{}", b""])
+def test_an_http_side_that_answers_garbage_is_a_store_in_trouble(sizes):
+    """Names and bytes that are no text, or JSON of another shape, ended a scan with whatever Python says to it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = b"kvcore/x kvcore/\xff kvcore/a&b?\n" if "get_all_keys" in self.path else sizes
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            return None
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        backend = open_backend(MooncakeOptions(admin=f"127.0.0.1:{server.server_port}", prefix="kvcore"))
+        try:
+            with pytest.raises(StoreError, match="unknown"):
+                list(backend.scan())
+            assert backend.usage().objects == 0
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -298,6 +337,7 @@ def test_a_port_that_does_not_speak_mooncake_is_given_up(inside):
         {"master": "host:0"},
         {"admin": "host"},
         {"prefix": "a/b"},
+        {"prefix": "a&b"},
         {"lease_s": 0.0},
         {"transfer_timeout_s": 0.5},
         {"replicas": 0},
