@@ -31,7 +31,7 @@ RESULTS = {
     "swarm": ["sim", "swarm", "--seeds", "60", "--json"],
     "zoo": ["zoo", "--seeds", "12", "--catches", "3", "--shrink-runs", "0", "--json"],
 }
-SERVED = ["--limit", "40", "--workers", "4", "--tier", "host memory (DMA)=16GiB", "--tier", "S3=1TiB,shared"]
+SERVED = ["--limit", "1000", "--workers", "4", "--tier", "host memory (DMA)=100GiB", "--tier", "S3=1TiB,shared"]
 OBJECTIVE = ["--slo", "ttft:2000", "tpot:50"]
 
 
@@ -41,7 +41,7 @@ def reports(results: str) -> dict[str, list[str]]:
     return {
         "breakeven": ["--model", "Llama-3.1-8B", "--model", "gpt-oss-120b", "--host", "H100", "--host", "A100"],
         "trace": [*SERVED, "--policy", "never", "always", "pays", "split", *OBJECTIVE],
-        "goodput": [*SERVED, "--load", "1", "3", "6", *OBJECTIVE],
+        "goodput": [*SERVED, "--load", "0.6", "1", "1.4", "1.6", "2", "--jobs", "2", *OBJECTIVE],
         "ladder": made,
         "calibrate": ["--rounds", "7"],
         "compare": [f"{results}/breakeven-A100", f"{results}/breakeven-H100"],

@@ -251,12 +251,13 @@ def _rule(row: Mapping[str, Value]) -> str:
 
 
 def _rest_sentence(rows: list[dict[str, Value]], rest: int, of_several: bool) -> str:
-    """The first figures are for one new token: the most cautious case."""
-    lower = [row for row in rows if row["break_even_rest_tokens"] != row["break_even_tokens"]]
-    head = "That is for a prompt which is all prefix, the most cautious case"
-    if not lower:
+    """The first figures are for one new token. For a dense model that is the most cautious case; a mixture of experts
+    reads few weights for one token and most of them for a full batch, with a prefix or not: there it is the boldest."""
+    other = [row for row in rows if row["break_even_rest_tokens"] != row["break_even_tokens"]]
+    head = "That is for a prompt which is all prefix"
+    if not other:
         return f"{head}; with {words.count(rest, 'new token')} after it nothing changes."
-    named = [f"{_from(row['break_even_rest_tokens'])} over {row['tier']}" for row in lower[:4]]
+    named = [f"{_from(row['break_even_rest_tokens'])} over {row['tier']}" for row in other[:4]]
     first = " the first of these pays" if of_several else " it pays"
     return f"{head}. With {words.count(rest, 'new token')} after the prefix{first} {words.listed(named)}."
 

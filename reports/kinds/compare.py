@@ -19,6 +19,7 @@ Tree = Mapping[str, Any]
 SHOWN_MAX = 40
 NAMED_MAX = 5
 LEAST_CHANGE = 1e-9
+UNITS = {"seconds": " (s)", "rate": " (B/s)", "bytes": " (B)", "per_s": " (/s)"}
 COLUMNS = (
     Column("table", "Table"),
     Column("row", "Row"),
@@ -79,7 +80,8 @@ def _verdict(
         ratios = [row for row in changed if isinstance(row["ratio"], float) and row["ratio"] > 0]
         if ratios:
             most = max(ratios, key=lambda row: _distance(row["ratio"]))
-            yield f"The largest change: {most['column']} of {most['row']}, {words.shown(most['ratio'], 'ratio')} of A."
+            ratio = words.shown(most["ratio"], "ratio")
+            yield f"The largest change: '{most['column']}' of {most['row']}, {ratio} of A."
     if inputs:
         named = words.listed([str(row["field"]) for row in inputs[:NAMED_MAX]])
         yield f"Inputs and versions that differ: {len(inputs)}; such as {named}."
@@ -96,7 +98,7 @@ def _chart(changed: list[dict[str, Value]]) -> Iterator[Bars]:
     rows = [row for row in changed if isinstance(row["ratio"], float) and row["ratio"] > 0]
     rows = sorted(rows, key=lambda row: -_distance(row["ratio"]))[:SHOWN_MAX]
     if rows:
-        labels = tuple(f"{row['column']}: {row['row']}"[:60] for row in rows)
+        labels = tuple(f"{row['column']}: {row['row']}" for row in rows)
         yield Bars(
             "ratios", "The largest changes, B / A", "B / A", labels, tuple(float(row["ratio"] or 0) for row in rows)
         )
@@ -105,15 +107,20 @@ def _chart(changed: list[dict[str, Value]]) -> Iterator[Bars]:
 # ---- joining
 
 
-def _rows(tree: Tree, other: Tree) -> dict[tuple[str, str], tuple[Mapping[str, Any], list[str]]]:
-    """Every row of every table with a key, by (table, key), with the names of its columns outside of the key."""
+def _rows(tree: Tree, other: Tree) -> dict[tuple[str, str], tuple[Mapping[str, Any], dict[str, str]]]:
+    """Every row of every table with a key, by (table, key), with its columns outside of the key: name and title."""
     found = {}
     for table in tree["tables"]:
         key = _key(table, other)
-        names = [column["name"] for column in table["columns"] if column["name"] not in table["key"]]
+        names = {each["name"]: _title(each) for each in table["columns"] if each["name"] not in table["key"]}
         for row in table["rows"] if key else []:
             found[table["name"], ", ".join(str(row[name]) for name in key)] = (row, names)
     return found
+
+
+def _title(column: Mapping[str, Any]) -> str:
+    """As the page of the report calls it, with the unit in which its figures come here."""
+    return column["title"] + UNITS.get(column["kind"], "")
 
 
 def _key(table: Mapping[str, Any], other: Tree) -> list[str]:
@@ -133,21 +140,21 @@ def _figures(before: Tree, after: Tree) -> Iterator[dict[str, Value]]:
     others = _rows(after, before)
     for place, (row, names) in _rows(before, after).items():
         other = others.get(place, ({}, []))[0]
-        for name in names:
+        for name, title in names.items():
             if _is_number(row.get(name)) and _is_number(other.get(name)):
-                yield _figure(place, name, float(row[name]), float(other[name]))
+                yield _figure(place, title, float(row[name]), float(other[name]))
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _figure(place: tuple[str, str], name: str, before: float, after: float) -> dict[str, Value]:
+def _figure(place: tuple[str, str], title: str, before: float, after: float) -> dict[str, Value]:
     same = abs(before - after) <= LEAST_CHANGE * max(abs(before), abs(after))
     return {
         "table": place[0],
         "row": place[1],
-        "column": name,
+        "column": title,
         "before": before,
         "after": before if same else after,
         "ratio": after / before if before else None,

@@ -28,6 +28,7 @@ from kvcore.reports.page.document import Column, Report, Table, Value, drawn
 from kvcore.reports.page.png import COLOURS
 
 SCRIPTS = ("draw.js", "cost.js", "calculator.js", "prefix.js")
+LONG_TEXT = 60  # letters; a column of longer ones is wider, or its rows would be as high as the screen
 NUMBERS = ("count", "seconds", "bytes", "rate", "share", "ratio", "per_s", "number")
 
 
@@ -90,4 +91,4 @@ def _classes(column: Column, value: Value) -> str:
         return "number"
     if column.kind == "verdict":
         return f"verdict {'good' if value in ('pass', 'met', 'load', True) else 'bad' if value else ''}".strip()
-    return column.kind
+    return "text long" if isinstance(value, str) and len(value) > LONG_TEXT else column.kind

@@ -133,7 +133,7 @@ def test_two_gpus_are_compared_tier_by_tier(tmp_path: Path) -> None:
     write(asked(hosts=("A100",)), tmp_path / "b", {**MADE, "cpu": "x", "cores": 1, "platform": "p", "created": "2"})
     report = compare.build(tmp_path / "a", tmp_path / "b")
     rows = {(row["row"], row["column"]): row for row in report.tables[0].rows}
-    change = rows["Llama-3.1-8B, host memory (DMA)", "bandwidth_Bps"]
+    change = rows["Llama-3.1-8B, host memory (DMA)", "Tier has (B/s)"]
     assert (change["before"], change["after"]) == (51e9, 26e9)
     fields = {row["field"] for row in report.tables[1].rows}
     assert "inputs.question.hosts.0" in fields

@@ -161,8 +161,13 @@ function hoverLines(svg, chart, x) {
   svg.addEventListener("pointerleave", () => { hair.setAttribute("visibility", "hidden"); tip.hide(); });
 }
 
+// Room for the labels at the left of a picture, 250 to half of its width; what is longer ends with dots, the tip has it all.
+const LETTER = 6.4, LABEL_MAX = 64;
+const shortened = (label) => (label.length > LABEL_MAX ? `${label.slice(0, LABEL_MAX - 1)}…` : label);
+const roomFor = (labels) => Math.max(250, 16 + LETTER * Math.max(...labels.map((label) => shortened(label).length)));
+
 function drawBars(host, chart, colours) {
-  const wide = 250, line = 18, height = chart.labels.length * line + 40;
+  const wide = roomFor(chart.labels), line = 18, height = chart.labels.length * line + 40;
   const svg = shape(host, "svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": chart.title });
   const [, high] = extent([...chart.values, ...chart.behind]);
   const low = chart.x_log ? 0.5 : 0;
@@ -171,7 +176,7 @@ function drawBars(host, chart, colours) {
     const top = row * line + 2, behind = chart.behind[row], value = chart.values[row];
     const group = shape(svg, "g");
     shape(group, "rect", { x: 0, y: top, width: WIDTH, height: line, fill: "transparent" });
-    shape(group, "text", { x: wide - 8, y: top + 13, "text-anchor": "end" }, label);
+    shape(group, "text", { x: wide - 8, y: top + 13, "text-anchor": "end" }, shortened(label));
     for (const [size, colour, opacity] of [[behind, colours[0], 0.22], [value, colours[0], 1]]) {
       if (size > low) shape(group, "rect", { x: wide, y: top + 2, width: x.at(size) - wide, height: line - 5, fill: colour, opacity });
     }
@@ -184,7 +189,7 @@ function drawBars(host, chart, colours) {
 }
 
 function drawMatrix(host, chart, colours) {
-  const wide = 330, line = 18, top = 70, step = Math.min(60, (WIDTH - wide - 10) / chart.columns.length);
+  const wide = roomFor(chart.rows), line = 18, top = 70, step = Math.min(60, (WIDTH - wide - 10) / chart.columns.length);
   const height = top + chart.rows.length * line + 6;
   const svg = shape(host, "svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": chart.title });
   const [, high] = extent(chart.values.flat());

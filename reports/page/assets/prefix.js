@@ -1,6 +1,6 @@
 "use strict";
 // The prefix rule of kvcore/groups.py as a picture: click the cells of the matrix and see which prefix is servable.
-// Sets of chunks are arrays of truth values. tests/reports/test_page_prefix.py holds rule and texts against Python.
+// Sets of chunks are arrays of truth values. tests/reports/pages/test_page_prefix.py holds rule and texts against Python.
 
 const Prefix = (() => {
   const SHOWN_MAX = 8;
