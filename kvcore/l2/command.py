@@ -47,6 +47,8 @@ _THREADS = 4
 _PROGRESS_NS = 500_000_000
 _TOKEN_BYTES = 4
 _DELETE_KEYS = 100
+_FAILED_IN_A_ROW_MAX = 10
+"""Reads: a store that does not answer any more would cost a time-out for each record that it has listed."""
 _FORGETFUL = frozenset({"memory", "objectstore+memory"})
 
 
@@ -210,10 +212,13 @@ def _stat(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     bad: Counter[str] = Counter()
-    good = 0
+    good = failed_in_a_row = 0
     with _inspected(arguments) as inspector:
         for listed in _chosen(inspector, arguments, "reading"):
             verdict = inspector.judge(listed)
+            failed_in_a_row = failed_in_a_row + 1 if isinstance(verdict, Exception) else 0
+            if failed_in_a_row == _FAILED_IN_A_ROW_MAX:
+                raise StoreError(f"{inspector.shown} has failed {failed_in_a_row} times in a row: {verdict}")
             if verdict is None:
                 good += 1
                 continue
@@ -238,7 +243,10 @@ def _clear(arguments: argparse.Namespace) -> int:
         progress = _Progress("deleting")
         failed = 0
         for start in range(0, len(keys), _DELETE_KEYS):
-            failed += sum(error is not None for error in inspector.delete(keys[start : start + _DELETE_KEYS]))
+            errors = inspector.delete(keys[start : start + _DELETE_KEYS])
+            if all(errors):
+                raise StoreError(f"{inspector.shown} has failed, {start - failed} objects are deleted: {errors[0]}")
+            failed += sum(error is not None for error in errors)
             progress.step(f"{start} of {len(keys)}")
     print(f"{len(keys) - failed} objects deleted" + (f", {failed} could not be" if failed else ""))
     return 1 if failed else 0

@@ -168,6 +168,26 @@ def test_a_store_that_is_not_there_is_one_line_that_names_it_without_a_secret(mo
         assert "s3cr3t" not in captured.out + line
 
 
+@pytest.mark.parametrize("action", ["verify", "clear"])
+def test_a_store_that_is_lost_in_the_middle_is_given_up(action, tmp_path, capsys, monkeypatch) -> None:
+    """It cost a time-out for each record of the last page: hours."""
+    from kvcore.l2.fs import FsBackend
+
+    def lost(self, orders):
+        asked.append(len(orders))
+        return [TimeoutError("the server did not answer in time")] * len(orders)
+
+    asked: list[int] = []
+    url = f"fs://{tmp_path}/kv"
+    backend = parse_store(url).open_backend()
+    backend.write([(ObjectKey(number.to_bytes(32, "big"), "m", 0), memoryview(b"x")) for number in range(250)])
+    backend.close()
+    monkeypatch.setattr(FsBackend, "read" if action == "verify" else "delete", lost)
+    assert main(["store", action, url, *(["--yes"] if action == "clear" else [])]) == 1
+    assert "has failed" in capsys.readouterr().err
+    assert asked == ([1] * 10 if action == "verify" else [100])
+
+
 def test_a_check_that_nobody_has_is_refused(tmp_path, capsys) -> None:
     assert main(["store", "check", f"file://{tmp_path}/kv", "--only", "no such promise"]) == 2
 
