@@ -36,7 +36,7 @@ def drawn(draw: random.Random) -> dict[str, Any]:
     prompt = chunks * layout.chunk_tokens + draw.choice((0, draw.randrange(layout.chunk_tokens)))
     holes = [sum(1 << chunk for chunk in range(chunks) if draw.random() < 0.3) for _ in layout.rows]
     rows = [((1 << chunks) - 1) & ~hole if draw.random() < 0.6 else (1 << chunks) - 1 for hole in holes]
-    skip, length = draw.choice((0, draw.randint(0, chunks))), draw.choice((chunks, draw.randint(0, chunks)))
+    skip, length = draw.choice((0, draw.randint(0, chunks))), draw.randint(0, chunks)
     lengths = list(bits(layout.fold(rows, chunks, prompt, skip)))
     return {
         "case": {
@@ -69,7 +69,9 @@ def test_the_page_follows_the_prefix_rule(javascript: Js) -> None:
     for vector, answer in zip(vectors, found, strict=True):
         assert answer == vector["answer"], vector["case"]
     whole = [vector["case"] for vector in vectors if is_whole_prompt(vector["case"])]
-    assert {one["layout"]["groups"][0]["kind"] for one in whole if len(one["layout"]["groups"]) == 1} == {*GroupKind}
+    assert {one["layout"]["groups"][0]["kind"] for one in whole if len(one["layout"]["groups"]) == 1} == {
+        kind.value for kind in GroupKind
+    }
     texts = [vector["answer"]["explain"] for vector in vectors]
     assert any("already contains the last token" in text for text in texts)
     assert any("more" in text for text in texts)
