@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.plugins import load_general_plugins
 
 from kvcore.answers import Answer
 from kvcore.connectors.vllm import sides
 from kvcore.connectors.vllm.connector import KvcoreConnector
 from kvcore.connectors.vllm.scheduler import SchedulerHalf
-from kvcore.connectors.vllm.stats import COUNTERS, KvcoreStats
+from kvcore.connectors.vllm.stats import SCHEDULER_COUNTERS, WORKER_COUNTERS, KvcoreStats
 from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
@@ -216,14 +220,45 @@ def test_the_limits_of_the_admission_have_the_last_word(limit: dict[str, int], l
         assert engine.moved.loads == loads
 
 
+def counted(half: Any, names: Iterable[str]) -> dict[str, int]:
+    now = half.statistics()
+    return {name: value for name in names if (value := getattr(now, name))}
+
+
 def test_the_statistics_that_vllm_has_taken_add_up_to_the_workers_own() -> None:
     with engine_of(**IN_PROCESS) as engine:
         engine.serve()
         engine.serve()
-        now = {name: getattr(engine.moved, name) for name in COUNTERS}
-        assert engine.runner.taken.reduce() == {name: value for name, value in now.items() if value}
+        now = counted(engine.worker._side.worker, WORKER_COUNTERS)
+        assert engine.runner.taken.reduce() == now
         assert now["cells_loaded"]
         assert now["bytes_stored"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_both_halves_count_in_vllms_metrics(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through vLLM's own front end. Of a connector in a `MultiConnector` it insists on metrics."""
+    registry = CollectorRegistry()
+    monkeypatch.setattr(KVConnectorProm, "_counter_cls", partial(prometheus_client.Counter, registry=registry))
+    ours = transfer() | {"kv_role": "kv_both"}
+    multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
+    front = KVConnectorProm(make_config(CASE, multi if beside else transfer()), ["engine"], {0: ["0"]})
+    with engine_of(admission="if-it-pays", admission_floor_tokens=500, **IN_PROCESS) as engine:
+
+        def tell(_speculation: Any, stats: KvcoreStats | None, *_others: Any, **_more: Any) -> None:
+            told = stats.to_dict() if stats else {}
+            front.observe({"KvcoreConnector": told} if beside else told)
+
+        monkeypatch.setattr(engine.scheduler, "make_stats", tell)
+        engine.serve()
+        engine.serve()
+        now = counted(engine.scheduler.connector._side.scheduler, SCHEDULER_COUNTERS)
+        now |= counted(engine.worker._side.worker, WORKER_COUNTERS)
+    names = SCHEDULER_COUNTERS | WORKER_COUNTERS
+    found = {name: registry.get_sample_value(f"vllm:kvcore_{name}_total", {"engine": "0"}) for name in names}
+    assert {name: value for name, value in found.items() if value} == now
+    assert now["lookups_unwanted"]
+    assert now["cells_stored"]
 
 
 class Published:

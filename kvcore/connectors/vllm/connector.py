@@ -38,7 +38,7 @@ from kvcore.connectors.vllm.moving import compute_runtime
 from kvcore.connectors.vllm.scheduler import SchedulerHalf
 from kvcore.connectors.vllm.settings import Settings
 from kvcore.connectors.vllm.sides import EngineConfig, attach, check_process
-from kvcore.connectors.vllm.stats import KvcoreStats, StatsReader, loads_of
+from kvcore.connectors.vllm.stats import KvcoreMetrics, KvcoreStats, loads_of, reader_of
 from kvcore.connectors.vllm.worker import WorkerHalf
 from kvcore.errors import ConfigError, PeerError
 from kvcore.groups import CacheLayout
@@ -108,13 +108,15 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _build_halves(self, overlapping: bool) -> None:
         """A role has its own half only, unless both share a side."""
         core, worker = self._side.scheduler, self._side.worker
+        own = core if self.role is KVConnectorRole.SCHEDULER else worker
+        assert own is not None, "a side has the half of the role that it was attached for"
+        self._stats = reader_of(own)
         if core is not None:
             self._scheduler = SchedulerHalf(
                 core, self._layout, self._side.clock, overlapping=overlapping, load_async=self._load_async
             )
         if worker is not None:
             self._worker = WorkerHalf(worker, self._side.noted)
-            self._stats = StatsReader()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,6 +126,16 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcoreStats:
         return KvcoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvcoreMetrics:
+        return KvcoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------ scheduler, in the order of the calls
 
@@ -245,10 +257,10 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
         return set()
 
     def get_kv_connector_stats(self) -> KvcoreStats | None:
-        """Of a worker. The scheduler's half has none."""
-        if self._side.worker is None or not self._active:
-            return None
-        return self._stats.take(self._side.worker.statistics(), self._worker.take_loads())
+        """Of this half. A step in which a worker had nothing to do has changed nothing."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            return self._stats.take()
+        return self._stats.take(self._worker.take_loads()) if self._active else None
 
     def build_connector_worker_meta(self) -> StoredMetadata | None:
         notes = self._worker.take_notes() if self._active else ()
