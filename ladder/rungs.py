@@ -17,7 +17,7 @@ One `Stage` per configuration: the engine, its oracles, the connector and the wo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -115,7 +115,10 @@ class WatchableDevice(ComputeDevice, CopyWatch, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What a target provides for one configuration. `reference`: rung 0's tokens, if they were run already."""
+    """What a target provides for one configuration. `reference`: rung 0's tokens, if they were run already.
+
+    `at_rest` looks at the cache after every pass with it, given the chunk hashes of each request's whole sequence.
+    """
 
     layout: CacheLayout
     model: FingerprintModel
@@ -132,6 +135,7 @@ class StageParts:
     floors: Mapping[str, Floors] = field(default_factory=lambda: FLOORS)
     pressure: Pressure | None = None
     reference: Mapping[str, list[int]] | None = None
+    at_rest: Callable[[Mapping[str, list[bytes]]], None] | None = None
 
 
 async def run_alone(engine: Engine, requests: Sequence[RequestSpec]) -> dict[str, list[int]]:
@@ -241,7 +245,7 @@ class Stage:
         else:
             await self._prepare(rung)
             counts = await self._compare_cached(rung)
-            await self._parts.cache.settle()
+            await self._settle()
         self._take_readings(counts, before)
         problems = self._parts.findings.take()
         return RungResult(rung, counts, problems or self._parts.floors[rung].unmet(counts))
@@ -256,11 +260,16 @@ class Stage:
         for wave in range(WAVES_MAX):
             await self._prepare("4", wave)
             counts.add(await self._compare_cached("4"))
-            await self._parts.cache.settle()
+            await self._settle()
             self._take_readings(counts, before)
             if self._parts.findings.violations or not self._parts.floors["4"].unmet(counts):
                 break
         return counts
+
+    async def _settle(self) -> None:
+        await self._parts.cache.settle()
+        if self._parts.at_rest is not None:
+            self._parts.at_rest(self._oracle.hashes)
 
     async def _prepare(self, rung: str, wave: int = 0) -> None:
         parts = self._parts

@@ -223,7 +223,7 @@ class ServerStack:
             )
         if config.weak_locks:
             adapter = WeakLocks(adapter)
-        return WatchedAdapter(adapter, self._truth, self._findings, world.tracer, self._loading)
+        return WatchedAdapter(adapter, self._truth, self._findings, world.tracer, self._loading, config.l2_quota)
 
     def _bug(self, error: BaseException) -> None:
         self._findings.report("server", f"{self.name} raised {error!r}")
@@ -244,10 +244,26 @@ class ServerStack:
         self.l1.check_at_rest()
         for adapter in self.adapters:
             adapter.check_at_rest()
+        self._check_storage()
         state = self.server.statistics()
         for name in ("sessions", "lookups_open", "stores_open", "reads_open"):
             if getattr(state, name):
                 self._findings.report("leases", f"{self.name}: at rest, {name} is {getattr(state, name)}")
+
+    def _check_storage(self) -> None:
+        """No lookup, load, staging or read is remembered, and every byte of the budget is back."""
+        state = self.storage.statistics()
+        left = {
+            "lookups": state.prefetch.jobs,
+            "loads in flight": state.prefetch.loads.in_flight,
+            "cells nobody has read": state.prefetch.loads.unread,
+            "bytes of the budget": state.prefetch.budget.bytes_used,
+            "stagings": state.stagings,
+            "readings": state.readings,
+        }
+        for name, value in left.items():
+            if value:
+                self._findings.report("plan", f"{self.name}: at rest, {value} {name} are left")
 
     async def close(self) -> None:
         self.server.close()

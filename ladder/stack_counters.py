@@ -17,6 +17,9 @@ from kvcore.ladder.watched_pages import WatchedPages
 from kvcore.sim.oracles.findings import Findings
 from kvcore.storage import StorageStatistics
 
+COUNTED = ("stored", "bytes_in", "retry", "answers")
+"""By the watched adapters, of stores."""
+
 
 class CounterOracle:
     """Compares and reports. One per check."""
@@ -38,7 +41,7 @@ def check_counters(stack: CacheStack, findings: Findings, servers: list[ServerSt
     """All of the stack; `servers`: only these, where others are dead."""
     for server in stack.servers if servers is None else servers:
         _check_server(server, findings)
-    _check_connector(stack, CounterOracle(findings, "scheduler"), findings.tokens_taken)
+    _check_connector(stack, CounterOracle(findings, "scheduler"), findings.tokens_taken, findings.loads_short)
     for rank in range(stack.config.layout.ranks):
         _check_worker(stack, rank, CounterOracle(findings, f"worker{rank}"))
 
@@ -66,7 +69,7 @@ def _check_server(server: ServerStack, findings: Findings) -> None:
     prefetch = state.prefetch
     oracle.at_most("cells found in L1", prefetch.cells_l1, prefetch.cells_asked)
     oracle.at_most("cells found in L2", prefetch.cells_found, prefetch.cells_asked * len(server.adapters))
-    oracle.at_most("lookups ended", prefetch.ready + prefetch.cancelled, prefetch.started)
+    oracle.equal("lookups ended", prefetch.ready + prefetch.cancelled, prefetch.started - prefetch.jobs_pending)
     oracle.at_most("cells submitted to adapters", seen["loads"], prefetch.loads.started)
     oracle.at_most("cells loaded", prefetch.loads.loaded, seen["load_hits"])
     oracle.equal("bytes loaded from L2", prefetch.loads.bytes_loaded, server.l1.bytes_from_stores)
@@ -75,8 +78,11 @@ def _check_server(server: ServerStack, findings: Findings) -> None:
 
 def _check_writeback(state: StorageStatistics, server: ServerStack, oracle: CounterOracle) -> None:
     writeback = state.writeback
-    seen = {name: sum(adapter.counts[name] for adapter in server.adapters) for name in ("stored", "bytes_in", "retry")}
+    seen = {name: sum(adapter.counts[name] for adapter in server.adapters) for name in COUNTED}
     oracle.at_most("writebacks retried", writeback.retried, seen["retry"])
+    judged = writeback.stored + writeback.present + writeback.full + writeback.failed + writeback.retried
+    if not writeback.deadlines:  # else, what came late is seen and not judged
+        oracle.at_most("answers of the stores", seen["answers"], judged)
     for name, told, stored in (
         ("objects written back", writeback.stored, seen["stored"]),
         ("bytes written back", writeback.bytes_stored, seen["bytes_in"]),
@@ -87,12 +93,13 @@ def _check_writeback(state: StorageStatistics, server: ServerStack, oracle: Coun
             oracle.equal(name, told, stored)
 
 
-def _check_connector(stack: CacheStack, oracle: CounterOracle, tokens_taken: int) -> None:
+def _check_connector(stack: CacheStack, oracle: CounterOracle, tokens_taken: int, loads_short: int) -> None:
     state = stack.scheduler.statistics()
     oracle.equal("tokens hit", state.tokens_hit, tokens_taken)
     oracle.at_most("tokens hit", state.tokens_hit, state.tokens_queried)
     oracle.at_most("loads planned", state.loads_planned, state.lookups)
     oracle.at_most("loads failed", state.load_failures, state.loads_planned)
+    oracle.at_most("loads that gave less than was promised", loads_short, state.load_failures)
 
 
 def _check_worker(stack: CacheStack, rank: int, oracle: CounterOracle) -> None:

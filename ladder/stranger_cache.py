@@ -15,6 +15,7 @@ from typing import Any
 from kvcore.connectors.interface import Connector, ConnectorConfig, SchedulerSide, WorkerSide
 from kvcore.connectors.views import BlockTable, Finished, RequestView, StepView
 from kvcore.errors import ConfigError
+from kvcore.keys import Extra
 from kvcore.ladder.guarded import say
 from kvcore.sim.oracles.hits import Cell
 from kvcore.sim.oracles.truth import Truth
@@ -100,8 +101,8 @@ class KnownTruth(Truth):
         super().__init__(*arguments)
         self.hashes: dict[bytes, None] = {}
 
-    def register(self, name: str, tokens: Sequence[int]) -> list[bytes]:
-        hashes = super().register(name, tokens)
+    def register(self, name: str, tokens: Sequence[int], items: Sequence[Extra] = ()) -> list[bytes]:
+        hashes = super().register(name, tokens, items)
         self.hashes.update(dict.fromkeys(hashes))
         return hashes
 

@@ -30,9 +30,10 @@ class EpisodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `servers` 0: in-process. `l2`: adapters in order of preference. `between_passes`: what is done between the cold pass
     and the hot one ("", "drop_l1"). `second_from_l2`: L1 is dropped before the second workload is served again.
-    `fault_ns`: faults stop then, if the requests have not been served before. `transfer`: who copies KV, "worker" or
-    "server"; `copy_ns` is then the time of one block, and of a thousand blocks `pages_fail` cannot be copied, as if the
-    worker's segment had been cut, until the faults stop.
+    `fault_ns`: faults stop then, if the requests have not been served before. `clear_ns`: an operator clears L1 then,
+    whatever goes on (0: never). `transfer`: who copies KV, "worker" or "server"; `copy_ns` is then the time of one
+    block, and of a thousand blocks `pages_fail` cannot be copied, as if the worker's segment had been cut, until the
+    faults stop.
     """
 
     groups: str = "full"
@@ -99,11 +100,14 @@ class EpisodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     between_passes: str = ""
     second_from_l2: bool = False
     fault_ns: int = 20_000_000
+    clear_ns: int = 0
 
 
 class CaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request. Equal ids in `chunks` are equal tokens; the tail's tokens depend on `chunks` alone, so two requests
-    with the same chunks share as much of their tails as both have. `time_ns` after its pass began."""
+    with the same chunks share as much of their tails as both have. `time_ns` after its pass began. `items`: (offset,
+    length, which one) of multimodal items in the prompt, for which caches see placeholders; what would lie beyond the
+    prompt is not there."""
 
     request_id: str
     chunks: tuple[int, ...]
@@ -112,6 +116,7 @@ class CaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_ns: int = 0
     salt: str = ""
     priority: int = 0
+    items: tuple[tuple[int, int, int], ...] = ()
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,4 +193,5 @@ def _plain(value: object) -> str:
 def _request_text(request: CaseRequest) -> str:
     salt = f"/{request.salt}" if request.salt else ""
     prompt = f"{','.join(map(str, request.chunks))}+{request.tail_tokens}"
-    return f"{request.request_id}{salt}[{prompt}>{request.output_tokens}]"
+    items = "".join(f" item {which} at {offset}-{offset + length}" for offset, length, which in request.items)
+    return f"{request.request_id}{salt}[{prompt}>{request.output_tokens}{items}]"

@@ -130,6 +130,9 @@ CONFIG_KINDS = (
         _met("connector.refused", "connector.lookup_unwanted"),
     ),
     ConfigKind(
+        "config.cleared", "L1 is cleared while requests are served", lambda config: config.clear_ns > 0, _stored
+    ),
+    ConfigKind(
         "config.beyond_engine",
         "a hostile engine preempts",
         lambda config: config.beyond_engine,

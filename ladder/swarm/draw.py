@@ -60,9 +60,11 @@ def draw_case(
     stream = RandomStream(seed, "swarm.configuration")
     config = msgspec.structs.replace(_cache(stream), **_transfer(seed, transfer), admission=_admission(seed))
     requests = _requests(stream, config)
-    second = _second(stream, config)
+    requests = _with_items(seed, config, requests)
+    second = _of_tenants(seed, _second(stream, config))
     config = msgspec.structs.replace(config, **_engine(stream, config, requests))
     schedule = _schedule(stream)
+    config = msgspec.structs.replace(config, clear_ns=_clear_ns(seed, config))
     faults, dead = _dead(seed, config, _faults(seed, config, requests, chosen_kinds(planes, kinds)))
     return Case(seed, config, requests, second, faults, schedule, dead, mutant)
 
@@ -241,6 +243,11 @@ def _admission(seed: int) -> str:
     return RandomStream(seed, "swarm.admission").pick((*["always"] * 6, "if-it-pays", "drawn"))
 
 
+def _clear_ns(seed: int, config: EpisodeConfig) -> int:
+    stream = RandomStream(seed, "swarm.clear")
+    return stream.randint(1, config.fault_ns) if stream.chance(1, 6) else 0
+
+
 def _transfer(seed: int, transfer: str) -> dict[str, Any]:
     """Who copies. What only servers have is drawn for workers too, so that asking for a driver changes nothing else."""
     stream = RandomStream(seed, "swarm.transfer")
@@ -299,6 +306,23 @@ def _request(
     )
 
 
+def _with_items(seed: int, config: EpisodeConfig, requests: tuple[CaseRequest, ...]) -> tuple[CaseRequest, ...]:
+    """In one case of six an item lies somewhere in the prompts, in most of them: one of two, or the same.
+
+    An engine's own hashes hold its items, and the simulated engine has none there.
+    """
+    stream = RandomStream(seed, "swarm.items")
+    if config.hash_mode == "engine" or not stream.chance(1, 6):
+        return requests
+    offset = stream.randint(0, 2 * config.chunk_tokens)
+    length = stream.randint(1, 2 * config.chunk_tokens)
+    return tuple(
+        msgspec.structs.replace(request, items=((offset, length, which),) if which else ())
+        for request in requests
+        for which in [stream.randint(0, 2)]
+    )
+
+
 def _second(stream: RandomStream, config: EpisodeConfig) -> tuple[CaseRequest, ...]:
     """New prompts for after the faults: few and short, so that a cache of ordinary size has room for them."""
     made: list[CaseRequest] = []
@@ -307,6 +331,14 @@ def _second(stream: RandomStream, config: EpisodeConfig) -> tuple[CaseRequest, .
         chunks = (SECOND_CHUNK_FIRST, *range(own, own + stream.randint(1, 3)))
         made.append(CaseRequest(f"second{position}", chunks, 1, 1, position * 300 * US))
     return tuple(made)
+
+
+def _of_tenants(seed: int, second: tuple[CaseRequest, ...]) -> tuple[CaseRequest, ...]:
+    """Whose prompts they are, in every other case."""
+    stream = RandomStream(seed, "swarm.second tenants")
+    if stream.chance(1, 2):
+        return second
+    return tuple(msgspec.structs.replace(request, salt=stream.pick(("", "green", "red"))) for request in second)
 
 
 def _engine(stream: RandomStream, config: EpisodeConfig, requests: Sequence[CaseRequest]) -> dict[str, Any]:

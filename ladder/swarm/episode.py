@@ -14,8 +14,9 @@ Theory of operation
 Every token is compared with the dense reference; rung 0 of the ladder has shown that the engine alone agrees with it.
 
 A cache that is too small for the second workload serves less than all of it, and how much depends on what was there
-before; its share is not judged. Deadlines may be too short for some of it. So when something is missing, a few twins
-without faults run, with other delays and ties; where these disagree there is no rate to compare with.
+before; its share is not judged. Everywhere else all of it must be loaded, except where a recurrent state is kept only
+at the boundaries at which a step happened to end. There a few twins without faults run, with other delays and ties,
+and say what is usual; where these disagree there is no rate to compare with.
 
 Who holds: the case's `SimLoop` holds the world, until the end of `run_case`. Nothing of it is left but the `Outcome`.
 """
@@ -32,6 +33,7 @@ import msgspec
 
 from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.guarded import say
+from kvcore.ladder.quiet import check_kept
 from kvcore.ladder.rungs import LadderOracle, StageParts
 from kvcore.ladder.stack import CacheStack
 from kvcore.ladder.stack_counters import check_page_counters
@@ -67,6 +69,11 @@ STANDSTILL_NS = 30_000_000_000
 HIT_SHARE_LOSS_MAX = 0.05
 TWINS = 24
 ROOM_FACTOR = 3
+PATIENT_NS = 10_000_000
+"""A request that is answered in time unless something is wrong."""
+STORE_LEASE_NS = 50_000_000
+LEASE_NS = 1_000_000_000
+"""And a lease that no load outlives."""
 CALLBACKS_MAX = 400_000
 """Of one phase after the faults. A case has some thousand in all; whoever needs so many polls without end."""
 NS_PER_S = 1_000_000_000
@@ -97,6 +104,10 @@ def _compare_with_twins(case: Case, outcome: Outcome) -> None:
     if reason:
         outcome.notes.append(f"hit share {outcome.hit_share:.2f} not judged: {reason}")
         return
+    if "recurrent" not in case.config.groups and _is_patient(case):
+        text = f"the second workload loaded {outcome.hit_share:.2f} of what it had stored, with room and time for all"
+        outcome.findings.append(Finding("lost", outcome.time_ns, text))
+        return
     settings = tuple(event for event in case.faults if event.kind == SHORT_TIMEOUTS)  # how it is built, no event
     shares: list[float] = []
     for number in range(TWINS):
@@ -124,18 +135,35 @@ def _patience_ns(case: Case) -> int:
     return 6 * max(1, len(case.config.l2)) * case.config.l2_latency_ns[1]
 
 
+def _is_patient(case: Case) -> bool:
+    """Whether all is stored in time, and loaded in one go, unless something is wrong."""
+    config = case.config
+    budget, needed = config.prefetch_budget_chunks, sum(len(request.chunks) for request in case.second)
+    return (
+        config.request_timeout_ns >= PATIENT_NS
+        and config.store_lease_ns >= STORE_LEASE_NS
+        and (not budget or budget >= needed)
+    )
+
+
 def _why_not_judged(case: Case) -> str:
     """Where the hit share says nothing about recovery."""
+    if not any(request.chunks for request in case.second):
+        return "there is no second workload"
     if case.dead:
         return f"{', '.join(case.dead)} stayed dead"
-    if not case.faults:
-        return "there are no faults"
+    if not case.faults and "recurrent" in case.config.groups:
+        return "there are no faults, and states are kept where steps end"
     if case.config.admission == "if-it-pays":
         return "what does not pay is computed"
     if (case.config.second_from_l2 or case.config.skip_l1) and _lookup_deadline_ns(case) < _patience_ns(case):
         return "lookups are given up before L2 may have answered"
     needed = ROOM_FACTOR * sum(len(request.chunks) for request in case.second)
-    sizes = {"L1": case.config.l1_chunks, "L2": case.config.l2_chunks, "the tenant's share": case.config.tenant_chunks}
+    sizes = {
+        "L1": case.config.l1_chunks,
+        "L2": case.config.l2_chunks,
+        "the tenant's share": case.config.tenant_chunks,
+    }
     small = [f"{name} of {chunks} chunks" for name, chunks in sizes.items() if 0 < chunks < needed]
     return f"{small[0]} is too small to keep the second workload in any case" if small else ""
 
@@ -227,7 +255,7 @@ class Episode:
         self._oracle = LadderOracle(parts)
         for spec in self._specs:
             tokens = [*spec.prompt, *self._expected[spec.request_id]]
-            self._oracle.hashes[spec.request_id] = self._truth.register(spec.request_id, tokens)
+            self._oracle.hashes[spec.request_id] = self._truth.register(spec.request_id, tokens, spec.items)
         self.host = self._build_host(memory)
         self._oracle.tokens_of = lambda request_id: self.engine.scheduler.tokens_of(request_id)
         self._marks = StackMarks(self.stack, findings, loop.trace)
@@ -275,6 +303,8 @@ class Episode:
         injector = Injector(self._scene, case.faults)
         injector.arm()
         serving = self._loop.create_task(self._serve_twice(), name="serving")
+        if case.config.clear_ns:
+            self._loop.call_later(case.config.clear_ns / NS_PER_S, self._clear)
         await asyncio.wait([serving], timeout=case.config.fault_ns / NS_PER_S)
         injector.stop(case.dead)
         self.stack.faults_over = True
@@ -282,6 +312,10 @@ class Episode:
         self._outcome.enabled, self._outcome.fired = dict(injector.enabled), dict(injector.fired)
         await self._live_until(serving, "serving")
         self._outcome.fired = dict(injector.fired)
+
+    def _clear(self) -> None:
+        for server in self.stack.living_servers:
+            server.storage.drop_l1()
 
     async def _serve_twice(self) -> None:
         await self._serve(self._first)
@@ -347,11 +381,17 @@ class Episode:
         yield from underway(self.world.network, self._case.dead)
 
     async def _second_workload(self) -> None:
+        failures = self.stack.scheduler.statistics().load_failures
         await self._second_pass(prefix_cache=True)
         share = await self._second_pass(prefix_cache=False)
         if share < 1 - HIT_SHARE_LOSS_MAX:
             share = await self._second_pass(prefix_cache=False)
         self._outcome.hit_share = share
+        if not _why_not_judged(self._case) and _is_patient(self._case):
+            check_kept(self.stack, self._second, self._oracle.hashes, self.findings)
+            failed = self.stack.scheduler.statistics().load_failures - failures
+            if failed and self._case.config.lease_ns >= LEASE_NS:
+                self.findings.report("lost", f"{failed} loads failed after the faults, and were computed instead")
 
     async def _second_pass(self, *, prefix_cache: bool) -> float:
         """The share of what could be loaded that was loaded."""

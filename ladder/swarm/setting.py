@@ -176,6 +176,9 @@ def request_spec(config: EpisodeConfig, request: CaseRequest) -> RequestSpec:
         prompt.extend(_tokens(f"{chunk}", config.chunk_tokens))
     if request.tail_tokens:
         prompt.extend(_tokens(f"after {request.chunks}", config.chunk_tokens)[: request.tail_tokens])
+    items = [item for item in request.items if item[0] + item[1] <= len(prompt)]
+    for offset, length, which in items:
+        prompt[offset : offset + length] = _tokens(f"item {which}", length)
     return RequestSpec(
         request.request_id,
         tuple(prompt),
@@ -183,6 +186,7 @@ def request_spec(config: EpisodeConfig, request: CaseRequest) -> RequestSpec:
         request.time_ns,
         request.priority,
         request.salt,
+        tuple((offset, length, b"item %d" % which) for offset, length, which in items),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcore.errors import ConfigError
-from kvcore.keys import ChunkHasher, ObjectKey
+from kvcore.keys import ChunkHasher, Extra, ObjectKey
 from kvcore.ladder.configure import configure
 from kvcore.ladder.guarded import climb_guarded, say
 from kvcore.ladder.local_world import LocalWorld, check_directory
@@ -87,9 +87,9 @@ class SharedTruth(Truth):
         with self._lock:
             return super().tokens(prompt, count)
 
-    def register(self, name: str, tokens: Sequence[int]) -> list[bytes]:
+    def register(self, name: str, tokens: Sequence[int], items: Sequence[Extra] = ()) -> list[bytes]:
         with self._lock:
-            return super().register(name, tokens)
+            return super().register(name, tokens, items)
 
     def expected(self, key: ObjectKey) -> bytes | None:
         with self._lock:

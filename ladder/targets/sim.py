@@ -13,6 +13,8 @@ from kvcore.ladder.configure import configure
 from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
+from kvcore.ladder.pressure import tenants
+from kvcore.ladder.quiet import check_quiet
 from kvcore.ladder.result import CellResult, RungResult
 from kvcore.ladder.rungs import ROOMY_BLOCKS, Pressure, Stage, StageParts, floors_for, run_alone
 from kvcore.ladder.stack import CacheStack
@@ -31,6 +33,9 @@ from kvcore.sim.workload import Workload
 from kvcore.sim.world import SimWorld
 
 CELLS = FULL_MATRIX
+TENANTS = ("", "blue", "red")
+TENANTS_EVERY = 5
+"""In one cell of so many the requests are of several tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ async def _climb(
     rungs: list[RungResult],
 ) -> None:
     config, model = configure(cell, options)
+    if FULL_MATRIX.index(cell) % TENANTS_EVERY == TENANTS_EVERY - 1:
+        workload = tenants(workload, TENANTS, options.seed)
     world = SimWorld(loop, in_process=cell.servers == 0)
     findings = Findings(loop.now_ns)
     hasher = ChunkHasher(config.namespace)
@@ -138,6 +145,7 @@ async def _climb(
         floors=floors_for(len(workload.requests)),
         pressure=SlowStores(devices, [each.copier for each in stack.servers if isinstance(each.copier, SimExecutor)]),
         reference=reference,
+        at_rest=lambda hashes: check_quiet(stack, workload.requests, hashes, findings),
     )
     await Stage(parts).climb(options.passes, rungs)
     await stack.close()

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from kvcore.errors import ConfigError
-from kvcore.ladder.zoo import contract, copies, identity, l2, leases, liveness, pages, prefix, staging
+from kvcore.ladder.zoo import contract, copies, identity, l2, leases, liveness, lost, pages, prefix, staging
 from kvcore.ladder.zoo.mutant import Mutant
 
 NEAR_MAX = 3
-_THEMES = (copies, pages, prefix, contract, leases, staging, l2, identity, liveness)
+_THEMES = (copies, pages, prefix, contract, leases, staging, l2, identity, liveness, lost)
 
 
 def _by_name(mutants: Iterable[Mutant]) -> dict[str, Mutant]:

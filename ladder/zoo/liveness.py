@@ -94,7 +94,7 @@ MUTANTS = (
         "worker_does_not_register_again",
         "G",
         "after a restart the server does not know the worker, and is never told (R31, R33)",
-        "liveness hits",
+        "liveness hits lost",
         Edit(
             f"{_CONNECTION}._greeted",
             "    if met:\n        for callback",

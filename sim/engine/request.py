@@ -10,11 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.connectors.views import NULL_BLOCK, RequestView
+from kvcore.keys import Extra
+
+PLACEHOLDER = 1
+"""The token that stands where a multimodal item is."""
+
+
+def shown(tokens: Sequence[int], items: Sequence[Extra]) -> tuple[int, ...]:
+    """What an engine tells a connector: the model computes with the item, its prompt holds placeholders."""
+    told = list(tokens)
+    for offset, length, _ in items:
+        told[offset : offset + length] = [PLACEHOLDER] * length
+    return tuple(told)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request. It arrives `time_ns` after the run began and ends after `output_tokens` tokens."""
+    """One request. It arrives `time_ns` after the run began and ends after `output_tokens` tokens.
+
+    `items` lie in the prompt: what is computed with is in `prompt`, connectors see placeholders.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -22,6 +37,7 @@ class RequestSpec:
     time_ns: int = 0
     priority: int = 0
     cache_salt: str = ""
+    items: tuple[Extra, ...] = ()
 
 
 @unique
@@ -129,7 +145,9 @@ class Request:
         """A value: later tokens do not appear in it."""
         if self._view is None:
             prompt_tokens = len(self.spec.prompt)
-            self._view = RequestView(self.request_id, tuple(self.tokens), prompt_tokens, self.spec.cache_salt)
+            items = self.spec.items
+            tokens = shown(self.tokens, items) if items else tuple(self.tokens)
+            self._view = RequestView(self.request_id, tokens, prompt_tokens, self.spec.cache_salt, items)
         return self._view
 
     def block_table(self) -> tuple[list[int], ...]:

@@ -73,7 +73,7 @@ class EngineOracle(NullProbe):
         self._admitted.clear()
         self._right.clear()
         self._wrong.clear()
-        self._findings.tokens_taken = 0
+        self._findings.tokens_taken = self._findings.loads_short = 0
         self._marks.engine_restarted()
 
     # ---- blocks
@@ -112,6 +112,7 @@ class EngineOracle(NullProbe):
     def load_ended(self, request_id: str, valid_tokens: int, promised_tokens: int) -> None:
         self._marks.load_ended(request_id, valid_tokens, promised_tokens)
         if valid_tokens < promised_tokens:
+            self._findings.loads_short += 1
             self._admitted.pop(request_id, None)  # what it attends to from now on was computed here
             self._wrong.pop(request_id, None)
             self._right.pop(request_id, None)

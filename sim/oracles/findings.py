@@ -13,7 +13,8 @@ class Findings:
 
     `loads_verified`: cells found right in engine pages after a load. `stores_verified`: cells found right when
     published by a worker. `cells_byte_checked`: every comparison of a cell's bytes, those included. `tokens_taken`:
-    of promises, by the present life of the engine. `sometimes`: the rare states that were met.
+    of promises, by the present life of the engine; `loads_short`: its loads that gave less. `sometimes`: rare states
+    that were met.
 
     Each finding is also an event of the run's `tracer`, so that a chart can mark the step.
     """
@@ -28,6 +29,7 @@ class Findings:
         self.stores_verified = 0
         self.cells_byte_checked = 0
         self.tokens_taken = 0
+        self.loads_short = 0
         self.sometimes = Sometimes()
 
     def report(self, oracle: str, text: str) -> None:

@@ -9,6 +9,7 @@ the sums of its parts after every call that can change them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcore.l1_statistics import L1Statistics
 from kvcore.leases import Owner
 from kvcore.memory import Slot, SlotState
 from kvcore.ports import Tracer
+from kvcore.quota import Quota
 from kvcore.sim.marks.l1 import L1Marks
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.truth import Truth
@@ -38,13 +40,15 @@ class WatchedL1(L1Cache):
     """Takes L1Cache's arguments after `name`, `truth`, `findings` and `tracer`."""
 
     def __init__(self, name: str, truth: Truth, findings: Findings, tracer: Tracer, *args: Any, **more: Any) -> None:
+        self._quota: Quota | None = args[2] if len(args) > 2 else more.get("quota")
         super().__init__(*args, **more)
         self._marks = L1Marks(findings.sometimes)
         if self._observer is None:
             self._observer = self._marks
         self.loads = LoadBook()
         self._handed_out: dict[Slot, None] = {}  # every slot since the last rest
-        self._published = 0  # by our own count
+        self._published = self._evictions = self._expired = 0  # by our own count
+        self._reserving: tuple[Sequence[ObjectKey], int | Sequence[int]] | None = None  # the call that makes room
         self.bytes_from_stores = 0  # published or discarded under tags of the prefetch
         self._name = name
         self._truth = truth
@@ -62,7 +66,11 @@ class WatchedL1(L1Cache):
         self, tag: str, keys: Sequence[ObjectKey], sizes: int | Sequence[int], **more: Any
     ) -> tuple[list[Answer], list[Slot | None]]:
         evictions = self._counters.evictions
+        self._reserving = (keys, sizes)
         answers, slots = super().reserve_write(tag, keys, sizes, **more)
+        self._reserving = None
+        if not more.get("temporary"):
+            self._check_durable(tag, keys, answers)
         for key, answer, slot in zip(keys, answers, slots):
             if answer is Answer.RESERVED:
                 if (tag, key) in self._staged:
@@ -70,10 +78,44 @@ class WatchedL1(L1Cache):
                 self._staged[tag, key] = more.get("deadline_ns")
                 assert slot is not None
                 self._handed_out[slot] = None
+        self._check_quota()
         self._mark_reserved(answers, slots, sizes, self._counters.evictions - evictions)
         self._check_sums("reserve_write")
         self._note("l1.reserve", tag, answers)
         return answers, slots
+
+    def _check_durable(self, tag: str, keys: Sequence[ObjectKey], answers: Sequence[Answer]) -> None:
+        """What a lasting writer has met stays as if it had written it."""
+        for key, answer in zip(keys, answers):
+            slot = self.slot_of(key) if answer is Answer.RESIDENT else None
+            if slot is not None and slot.temporary:
+                self._report("lost", f"{tag} was told that its object is there, and it goes with its readers")
+
+    def _evicted(self, slots: list[Slot]) -> None:
+        self._evictions += len(slots)
+        self._check_unread("evicted", [slot.key for slot in slots])
+        if self._reserving is not None:
+            self._check_eviction(slots, *self._reserving)
+        super()._evicted(slots)
+
+    def _check_eviction(self, slots: list[Slot], keys: Sequence[ObjectKey], sizes: int | Sequence[int]) -> None:
+        """No more than was asked for; and while there is room, only of the tenant that has reached its limit."""
+        wanted = sizes * len(keys) if isinstance(sizes, int) else sum(sizes)
+        room = sum(self._arena.extent(size) for size in ([sizes] * len(keys) if isinstance(sizes, int) else sizes))
+        if sum(slot.extent for slot in slots[:-1]) >= room:
+            self._report("lost", f"{len(slots)} objects were evicted for {len(keys)} of {wanted} bytes")
+        longest = max([sizes] if isinstance(sizes, int) else sizes)
+        tenants = {key.cache_salt for key in keys}
+        if self._arena.largest_free >= self._arena.extent(longest) and len(tenants) == 1:
+            others = [slot for slot in slots if slot.key.cache_salt not in tenants]
+            if others:
+                self._report("lost", f"{len(others)} objects of other tenants were evicted although there was room")
+
+    def _check_unread(self, what: str, keys: Iterable[ObjectKey]) -> None:
+        read = {key for taken in self._taken.values() for key in taken}
+        for key in keys:
+            if key in read:
+                self._report("leases", f"an object was {what} that has a reader")
 
     def _mark_reserved(
         self, answers: Sequence[Answer], slots: Sequence[Slot | None], sizes: int | Sequence[int], evicted: int
@@ -227,6 +269,7 @@ class WatchedL1(L1Cache):
         for owner, taken in list(self._taken.items()):
             for key, deadlines in list(taken.items()):
                 taken[key] = [end for end in deadlines if end is None or end > now_ns]
+                self._expired += len(deadlines) - len(taken[key])
                 if len(taken[key]) < len(deadlines):
                     self._lapsed[owner.session] = owner
                 if not taken[key]:
@@ -242,6 +285,7 @@ class WatchedL1(L1Cache):
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[Answer]:
         answers = super().delete(keys)
+        self._check_unread("deleted", [key for key, answer in zip(keys, answers) if answer is Answer.DELETED])
         self._check_sums("delete")
         return answers
 
@@ -285,8 +329,26 @@ class WatchedL1(L1Cache):
         out = sum(slot.extent for slot in self._handed_out)
         if state.bytes_used != out:
             self._report("memory", f"used {state.bytes_used}, but the slots handed out and not freed have {out}")
-        if state.published != self._published:
-            self._report("counters", f"{state.published} objects published, {self._published} were seen to be")
+        for name, seen in (
+            ("published", self._published),
+            ("evictions", self._evictions),
+            ("expired_leases", self._expired),
+        ):
+            if getattr(state, name) != seen:
+                self._report("counters", f"{name} is {getattr(state, name)}, seen were {seen}")
+        self._check_quota()
+
+    def _check_quota(self) -> None:
+        """No tenant has more than its share."""
+        if self._quota is None:
+            return
+        held: Counter[str] = Counter()
+        for slot in (each for each in self._handed_out if each.state is not SlotState.FREE):
+            held[slot.key.cache_salt] += slot.extent
+        for salt, size in held.items():
+            limit = self._quota.limit_of(salt)
+            if limit is not None and size > limit:
+                self._report("quota", f"tenant {salt!r} has {size} bytes, its limit is {limit}")
 
     # ---- helpers
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import L2Adapter, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.index import Index
 from kvcore.l2.statistics import L2Statistics
 from kvcore.ports import Notice, Tracer
+from kvcore.quota import Quota
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.l1 import LoadBook
 from kvcore.sim.oracles.truth import Truth
@@ -28,7 +30,16 @@ class WatchedAdapter:
     """Passes every call on. `loading` is shared by the adapters of one cache: the key is loaded from one of them only,
     and what has failed to arrive must not be published. `counts`: what was seen, under the names of `COUNTED`."""
 
-    def __init__(self, inner: L2Adapter, truth: Truth, findings: Findings, tracer: Tracer, loading: LoadBook) -> None:
+    def __init__(
+        self,
+        inner: L2Adapter,
+        truth: Truth,
+        findings: Findings,
+        tracer: Tracer,
+        loading: LoadBook,
+        quota: Quota | None = None,
+    ) -> None:
+        self._quota = quota
         self._inner = inner
         self._truth = truth
         self._findings = findings
@@ -66,6 +77,7 @@ class WatchedAdapter:
         done = self._inner.pop_completed_stores()
         for task, answers in done.items():
             sizes = self._sizes.pop(("store", task), ())
+            self.counts["answers"] += len(sizes)
             for answer, size in zip(answers, sizes):
                 self.counts["stored"] += answer is StoreAnswer.STORED
                 self.counts["retry"] += answer is StoreAnswer.RETRY
@@ -152,6 +164,7 @@ class WatchedAdapter:
             self._report(f"at rest, {len(self._locks)} keys are locked ({self._inner.usage().locked} by its own count)")
         if self._tasks:
             self._report(f"at rest, {len(self._tasks)} tasks were never taken")
+        self._check_index()
         self._check_counts()
 
     def keys_loading(self, task: TaskId) -> tuple[ObjectKey, ...]:
@@ -160,11 +173,37 @@ class WatchedAdapter:
 
     def own_statistics(self) -> L2Statistics:
         """What the adapter at the bottom counts."""
+        statistics: L2Statistics = self.bottom.statistics()
+        return statistics
+
+    @property
+    def bottom(self) -> Any:
+        """The adapter itself."""
         bottom: Any = self._inner
         while hasattr(bottom, "inner"):  # what only weakens its locks, or refuses calls, which then do not count
             bottom = bottom.inner
-        statistics: L2Statistics = bottom.statistics()
-        return statistics
+        return bottom
+
+    def _check_index(self) -> None:
+        """The index agrees with itself, and no tenant has more than its share."""
+        index: Index = self.bottom._index
+        try:
+            index.check()
+        except AssertionError as error:
+            self._findings.report("memory", f"L2 {self.name}: the index's own check failed: {error}")
+        if self._quota is None:
+            return
+        held: Counter[str] = Counter()
+        for key in self.keys():
+            entry = index.get(key)
+            assert entry is not None
+            held[key.cache_salt] += entry.record_bytes
+        for salt, size in held.items():
+            limit = self._quota.limit_of(salt)
+            if limit is not None and size > limit:
+                self._findings.report(
+                    "quota", f"L2 {self.name}: tenant {salt!r} has {size} bytes, its limit is {limit}"
+                )
 
     def _check_counts(self) -> None:
         statistics = self.own_statistics()

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.groups import CacheLayout
-from kvcore.keys import ChunkHasher, ObjectKey
+from kvcore.keys import ChunkHasher, Extra, ObjectKey
+from kvcore.sim.engine.request import shown
+from kvcore.sim.marks.events import ITEMS_APART
 from kvcore.sim.model import U64, Layer
 from kvcore.sim.oracles.findings import Findings
+from kvcore.sim.oracles.identity import confused
 from kvcore.sim.reference import Reference
 
 Tokens = npt.NDArray[np.uint32]
@@ -31,20 +34,31 @@ class Truth:
         self._sequences: dict[bytes, tuple[Tokens, int]] = {}
         self._cells: dict[ObjectKey, bytes | None] = {}
         self._named: dict[str, Tokens] = {}
+        self._bare: dict[bytes, bytes] = {}  # hash of what connectors see, the items left out -> one with them
+        for text in confused(hasher.namespace, layout):
+            findings.report("identity", text)
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
         """The `count` tokens that must follow `prompt`."""
         return self._reference.tokens(prompt, count)
 
-    def register(self, name: str, tokens: Sequence[int]) -> list[bytes]:
-        """Make the chunks of a request's whole sequence known. Returns their hashes."""
+    def register(self, name: str, tokens: Sequence[int], items: Sequence[Extra] = ()) -> list[bytes]:
+        """Make the chunks of a request's whole sequence known. Returns their hashes, which are made of what a connector
+        sees: of two requests that differ in an item alone, the tokens there are the same placeholders."""
         array = self._named[name] = np.asarray(tokens, dtype=np.uint32)
-        hashes = self._hasher.hash_tokens(array)
+        hashes = self._hash_with_items(shown(tokens, items), items) if items else self._hasher.hash_tokens(array)
         size = self.layout.chunk_tokens
         for chunk, digest in enumerate(hashes):
             known = self._sequences.setdefault(digest, (array, chunk))
             if known[1] != chunk or not np.array_equal(known[0][: (chunk + 1) * size], array[: (chunk + 1) * size]):
                 self._findings.report("bytes", f"two different prefixes share the chunk hash {digest.hex()[:16]}")
+        return hashes
+
+    def _hash_with_items(self, tokens: Sequence[int], items: Sequence[Extra]) -> list[bytes]:
+        hashes = self._hasher.hash_tokens(tokens, extras=items)
+        for bare, digest in zip(self._hasher.hash_tokens(tokens), hashes):
+            if self._bare.setdefault(bare, digest) != digest:
+                self._findings.sometimes.hit(ITEMS_APART)
         return hashes
 
     def expected(self, key: ObjectKey) -> bytes | None:
