@@ -191,6 +191,7 @@ DAMAGE = {
 def test_a_damaged_record_is_a_counted_miss_and_removed(stores, directory, key, content, kind):
     session = stores("fs")
     session.store((key(1), content(1, SIZE)), (key(2), content(2, SIZE)))
+    session.rest()  # the scan of the start has passed: it would remove the damaged record before the load meets it
     damage(kind, path_of(directory, key(1)), key, content)
     assert session.load((key(1), SIZE), (key(2), SIZE)) == [None, content(2, SIZE)]
     session.rest()
