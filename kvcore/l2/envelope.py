@@ -54,6 +54,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import NamedTuple
 
 import xxhash
 
@@ -67,6 +68,8 @@ HEADER_BYTES_MAX = 64 * 1024
 """Longer headers are not believed: no legal key comes near."""
 
 _FIELDS = struct.Struct("<8sHHIQIIQ")
+_PAYLOAD_LENGTH = struct.Struct("<Q")
+_PAYLOAD_LENGTH_AT = 16
 _ALIGNMENT_BYTES = 64
 _FIELDS_BYTES = 40
 _CHECKED_BYTES = 56
@@ -107,6 +110,28 @@ class Header:
         return self.header_bytes + self.payload_bytes
 
 
+class Template(NamedTuple):
+    """What the headers of a key's records have in common. Worth keeping: it costs more than the rest of a header."""
+
+    before_length: bytes
+    after_length: bytes
+    padded_key: bytes
+
+    @property
+    def header_bytes(self) -> int:
+        return FIXED_BYTES + len(self.padded_key)
+
+
+def template_of(key: ObjectKey) -> Template:
+    encoded = encode_key(key)
+    length = _padded(FIXED_BYTES + len(encoded))
+    assert length <= HEADER_BYTES_MAX, "the key length limit is enforced where keys are made"
+    check = xxhash.xxh3_64_intdigest(encoded)
+    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, length, 0, len(encoded), 0, check)
+    after = fields[_PAYLOAD_LENGTH_AT + _PAYLOAD_LENGTH.size :]
+    return Template(fields[:_PAYLOAD_LENGTH_AT], after, _with_padding(encoded))
+
+
 def header_bytes(key: ObjectKey) -> int:
     """How long the header of this key's record is."""
     return _padded(FIXED_BYTES + len(encode_key(key)))
@@ -120,16 +145,16 @@ def record_bytes(key: ObjectKey, payload_bytes: int) -> int:
 
 def encode_header(key: ObjectKey, payload: memoryview | bytes) -> bytes:
     """The header to put before `payload` (contiguous bytes)."""
-    encoded = encode_key(key)
-    length = _padded(FIXED_BYTES + len(encoded))
-    assert length <= HEADER_BYTES_MAX, "the key length limit is enforced where keys are made"
-    fields = _FIELDS.pack(
-        MAGIC, FORMAT_VERSION, 0, length, len(payload), len(encoded), 0, xxhash.xxh3_64_intdigest(encoded)
-    )
-    rest = _with_padding(encoded)
-    checked = fields + _checksum(fields, rest, payload)
+    return header_by(template_of(key), payload)
+
+
+def header_by(template: Template, payload: memoryview | bytes) -> bytes:
+    """`encode_header` of a key whose template is at hand."""
+    before, after, padded_key = template
+    fields = before + _PAYLOAD_LENGTH.pack(len(payload)) + after
+    checked = fields + _checksum(fields, padded_key, payload)
     assert len(checked) == _CHECKED_BYTES
-    return checked + _CHECK.pack(xxhash.xxh3_64_intdigest(checked)) + rest
+    return checked + _CHECK.pack(xxhash.xxh3_64_intdigest(checked)) + padded_key
 
 
 def parse_header(head: memoryview | bytes) -> Header | Defect:
@@ -167,6 +192,15 @@ def check_record(key: ObjectKey, head: memoryview | bytes, payload: memoryview, 
         or _length_defect(header, len(payload), bytes_read)
         or _payload_defect(header, head, encoded, payload)
     )
+
+
+def check_record_by(
+    template: Template, key: ObjectKey, head: memoryview | bytes, payload: memoryview, bytes_read: int
+) -> Defect | None:
+    """`check_record` of a key whose template is at hand."""
+    if bytes_read == len(head) + len(payload) and header_by(template, payload) == head:
+        return None
+    return check_record(key, head, payload, bytes_read)
 
 
 def payload_matches(header: bytes, payload: memoryview) -> bool:

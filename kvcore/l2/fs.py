@@ -47,8 +47,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey, encode_key, key_text
@@ -70,6 +71,7 @@ _DIRECTORY = re.compile(r"[0-9a-f]{2}", re.ASCII)
 _HEAD_BYTES = 1024  # longer headers are read a second time
 _TOKEN_BYTES = 8
 _SUSPECTS_MAX = 4096
+_PLACES_MAX = 16 * 1024
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _OTHERS = ("kvcore-l2.json", "kvcore-slab.json")
 _DAMAGED = frozenset({Defect.SHORT, Defect.TORN, Defect.LONG, Defect.FLIPPED})
@@ -89,6 +91,14 @@ _Identity = tuple[int, int, int, int]
 """Which file it is, whatever its name is by now: device, inode, length in bytes, time of writing in nanoseconds."""
 
 
+class _Place(NamedTuple):
+    """Where a record is, and what its header is made of. Costly: kept from the lookup to the load."""
+
+    path: str
+    directory: str
+    template: envelope.Template
+
+
 class FsBackend:
     """`kvcore.l2.shared_backend.SharedBackend`. See the module text."""
 
@@ -105,10 +115,11 @@ class FsBackend:
         self._directories: set[str] = set()  # known to exist
         self._suspects: OrderedDict[ObjectKey, _Identity] = OrderedDict()  # what reads have found bad
         self._scanned = L2Usage(0, None, 0, 0)
+        self._place = lru_cache(_PLACES_MAX)(partial(_place, self._root))
         self._open = False
 
     def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
-        return envelope.record_bytes(key, payload_bytes)
+        return self._place(key).template.header_bytes + payload_bytes
 
     # --- start and end -----------------------------------------------------------------------------------------
 
@@ -169,11 +180,10 @@ class FsBackend:
             return False
 
     def _write(self, key: ObjectKey, payload: memoryview) -> StoreAnswer:
-        path = self._path(key)
+        path, directory, template = self._place(key)
         if _looks_good(path, key, len(payload)):
             return StoreAnswer.PRESENT
-        parts = [memoryview(envelope.encode_header(key, payload)), payload]
-        directory = os.path.dirname(path)
+        parts = [memoryview(envelope.header_by(template, payload)), payload]
         temporary = f"{directory}/{self._temporary_name()}"
         if directory not in self._directories:
             self._make_directory(directory)
@@ -207,15 +217,16 @@ class FsBackend:
         return [_answer(self._read, key, into) for key, into in orders]
 
     def _read(self, key: ObjectKey, into: memoryview) -> Defect | None:
-        head = memoryview(bytearray(envelope.header_bytes(key)))
+        path, _, template = self._place(key)
+        head = memoryview(bytearray(template.header_bytes))
         spare = memoryview(bytearray(1))  # shows a longer file
         try:
-            fd = os.open(self._path(key), _READ)
+            fd = os.open(path, _READ)
         except FileNotFoundError:
             return Defect.MISSING
         try:
             bytes_read = read_at(fd, [part for part in (head, into, spare) if len(part)], 0)
-            defect = envelope.check_record(key, head, into, bytes_read)
+            defect = envelope.check_record_by(template, key, head, into, bytes_read)
             if defect is not None:
                 self._suspect(key, _identity(os.fstat(fd)))
         finally:
@@ -342,7 +353,7 @@ class FsBackend:
         return self._scanned
 
     def _path(self, key: ObjectKey) -> str:
-        return f"{self._root}/{record_name(key)}"
+        return self._place(key).path
 
     def _temporary_name(self) -> str:
         return f".tmp-{self._token}-{next(self._numbers)}"
@@ -356,6 +367,11 @@ def record_name(key: ObjectKey) -> str:
     """Where the record of `key` lies, relative to the directory."""
     text = key_text(key)
     return f"{text[:2]}/{text}.kv"
+
+
+def _place(root: str, key: ObjectKey) -> _Place:
+    path = f"{root}/{record_name(key)}"
+    return _Place(path, os.path.dirname(path), envelope.template_of(key))
 
 
 def _looks_good(path: str, key: ObjectKey, payload_bytes: int) -> bool:

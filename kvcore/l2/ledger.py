@@ -315,6 +315,8 @@ class Ledger:
         self._count_salt(key.cache_salt, change_bytes)
 
     def _count(self, record: Record, change_bytes: int) -> None:
+        if change_bytes == 0:  # used once more, as most are
+            return
         self.bytes_used += change_bytes
         assert self.bytes_used >= 0
         self._count_salt(record.key.cache_salt, change_bytes)

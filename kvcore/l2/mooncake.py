@@ -46,12 +46,11 @@ import http.client
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
@@ -75,6 +74,14 @@ _METRIC = re.compile(r"^(master_\w+) (\d+)$", re.ASCII | re.MULTILINE)
 Order = tuple[ObjectKey, memoryview]
 
 
+class _Place(NamedTuple):
+    """Where a record is, and what its header is made of. Costly (10 us): kept from the lookup to the load."""
+
+    name: str
+    header_bytes: int
+    template: envelope.Template
+
+
 @dataclass(slots=True)
 class _Pieces:
     """Where the records of one call lie in registered memory: header and payload of each.
@@ -82,25 +89,15 @@ class _Pieces:
     Where both are in the frame they lie behind each other, as one piece.
     """
 
-    names: list[str] = field(default_factory=list)
+    places: list[_Place]
     heads: list[memoryview] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
     pointers: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class _Lay:
-    """One order before it has its place: its name, how long its header is, and where its payload stays (0: copied)."""
-
-    name: str
-    head_bytes: int
-    in_place: int
-    view: memoryview
-
     @property
-    def frame_bytes(self) -> int:
-        return self.head_bytes if self.in_place else self.head_bytes + len(self.view)
+    def names(self) -> list[str]:
+        return [place.name for place in self.places]
 
 
 class MooncakeBackend:
@@ -119,7 +116,7 @@ class MooncakeBackend:
         self._closed = False
 
     def record_bytes(self, key: ObjectKey, payload_bytes: int) -> int:
-        return self._place(key)[1] + payload_bytes
+        return self._place(key).header_bytes + payload_bytes
 
     def register_region(self, region: memoryview) -> None:
         """Buffers inside `region` (the arena) are used as they lie. It is held until the client has ended."""
@@ -157,6 +154,8 @@ class MooncakeBackend:
     def write(self, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
         client = self._ready()
         there = client.exist([self._name(key) for key, _ in orders])
+        if not any(there):
+            return self._put(client, orders)
         answers = [self._is_there(client, order, code) for order, code in zip(orders, there, strict=True)]
         missing = [order for order, answer in zip(orders, answers, strict=True) if answer is None]
         put = iter(self._put(client, missing) if missing else ())
@@ -169,9 +168,7 @@ class MooncakeBackend:
         return [self._read(client, [order])[0] for order in orders]
 
     def _read(self, client: MooncakeClient, orders: Sequence[Order]) -> list[Defect | Exception | None]:
-        lays = self._lays(client, orders)
-        with client.frame(sum(lay.frame_bytes for lay in lays)) as frame:
-            pieces = _lay_out(lays, frame)
+        with self._laid_out(client, orders) as pieces:
             got = _get(client, pieces)
             return [self._judge(client, pieces, at, *order, got[at]) for at, order in enumerate(orders)]
 
@@ -223,13 +220,11 @@ class MooncakeBackend:
         return None if size == codes.NOT_FOUND else self._removed(client, self._name(key))
 
     def _put(self, client: MooncakeClient, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
-        lays = self._lays(client, orders)
-        with client.frame(sum(lay.frame_bytes for lay in lays)) as frame:
-            pieces = _lay_out(lays, frame)
-            for (key, payload), head, target in zip(orders, pieces.heads, pieces.payloads, strict=True):
+        with self._laid_out(client, orders) as pieces:
+            for (_, payload), place, head, target in zip(orders, pieces.places, pieces.heads, pieces.payloads):
                 if target is not payload:
                     target[:] = payload  # first, so that the checksum reads what the copy has left in the CPU's cache
-                head[:] = envelope.encode_header(key, target)
+                head[:] = envelope.header_by(place.template, target)
             return [_answer(code) for code in client.put(pieces.names, pieces.pointers, pieces.sizes)]
 
     def _judge(
@@ -242,18 +237,17 @@ class MooncakeBackend:
             return Defect.MISSING
         if got < 0:
             return failure(got, "read")
-        defect = envelope.check_record(key, head, payload, got)
-        if defect is None and payload is not into:
-            into[:] = payload
-        return defect
+        if payload is not into and got == len(head) + len(into):
+            into[:] = payload  # first, for the same reason as in `_put`
+        return envelope.check_record_by(pieces.places[at].template, key, head, into, got)
 
     def _other_length(self, client: MooncakeClient, pieces: _Pieces, at: int, code: int) -> int:
         """The object's length with its header read, where that is what was wrong; otherwise the code."""
-        size = client.size(pieces.names[at])
+        size = client.size(pieces.places[at].name)
         if size < 0 or size == sum(pieces.sizes[at]):
             return code if size != codes.NOT_FOUND else size
         wanted = min(size, len(pieces.heads[at]))
-        got = client.get_start(pieces.names[at], pieces.pointers[at][0], wanted)
+        got = client.get_start(pieces.places[at].name, pieces.pointers[at][0], wanted)
         return size if got == wanted else got
 
     def _is_good(self, key: ObjectKey, size: int) -> bool:
@@ -266,15 +260,31 @@ class MooncakeBackend:
 
     # --- memory --------------------------------------------------------------------------------------------------
 
-    def _lays(self, client: MooncakeClient, orders: Sequence[Order]) -> list[_Lay]:
-        lays: list[_Lay] = []
-        for key, view in orders:
-            name, head_bytes = self._place(key)
-            in_place = pointer(view) if len(view) >= _IN_PLACE_BYTES_MIN else 0
-            if in_place and not client.is_registered(in_place, len(view)):
-                in_place = 0
-            lays.append(_Lay(name, head_bytes, in_place, view))
-        return lays
+    @contextmanager
+    def _laid_out(self, client: MooncakeClient, orders: Sequence[Order]) -> Iterator[_Pieces]:
+        """Headers, and payloads that do not stay where they are, in a frame, one behind the other."""
+        pieces = _Pieces([self._place(key) for key, _ in orders])
+        in_place = [self._in_place(client, view) for _, view in orders]
+        copied_bytes = sum(len(view) for (_, view), stays in zip(orders, in_place) if not stays)
+        with client.frame(copied_bytes + sum(place.header_bytes for place in pieces.places)) as frame:
+            memory, start = frame.data, int(frame.__array_interface__["data"][0])
+            at = 0
+            for place, (_, view), pointer_there in zip(pieces.places, orders, in_place):
+                split = at + place.header_bytes
+                end = split if pointer_there else split + len(view)
+                pieces.heads.append(memory[at:split])
+                pieces.payloads.append(view if pointer_there else memory[split:end])
+                pieces.pointers.append([start + at, pointer_there] if pointer_there else [start + at])
+                pieces.sizes.append([split - at, len(view)] if pointer_there else [end - at])
+                at = end
+            yield pieces
+
+    def _in_place(self, client: MooncakeClient, view: memoryview) -> int:
+        """Where the payload lies if the client can use it there, otherwise 0."""
+        if len(view) < _IN_PLACE_BYTES_MIN:
+            return 0
+        first = pointer(view)
+        return first if client.is_registered(first, len(view)) else 0
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
@@ -303,28 +313,12 @@ class MooncakeBackend:
         return client
 
     def _name(self, key: ObjectKey) -> str:
-        return self._place(key)[0]
+        return self._place(key).name
 
 
-def _place(prefix: str, key: ObjectKey) -> tuple[str, int]:
-    """The name of a record, and how long its header is. Costly (10 us): kept from the lookup to its load."""
-    return joined(prefix, object_name(key)), envelope.header_bytes(key)
-
-
-def _lay_out(lays: Sequence[_Lay], frame: npt.NDArray[np.uint8]) -> _Pieces:
-    """Headers, and payloads that do not stay where they are, into the frame, one behind the other."""
-    pieces = _Pieces()
-    memory, start = frame.data, int(frame.__array_interface__["data"][0])
-    at = 0
-    for lay in lays:
-        split, end = at + lay.head_bytes, at + lay.frame_bytes
-        pieces.names.append(lay.name)
-        pieces.heads.append(memory[at:split])
-        pieces.payloads.append(lay.view if lay.in_place else memory[split:end])
-        pieces.pointers.append([start + at, lay.in_place] if lay.in_place else [start + at])
-        pieces.sizes.append([lay.head_bytes, len(lay.view)] if lay.in_place else [end - at])
-        at = end
-    return pieces
+def _place(prefix: str, key: ObjectKey) -> _Place:
+    template = envelope.template_of(key)
+    return _Place(joined(prefix, object_name(key)), template.header_bytes, template)
 
 
 def _get(client: MooncakeClient, pieces: _Pieces) -> list[int]:
@@ -332,7 +326,7 @@ def _get(client: MooncakeClient, pieces: _Pieces) -> list[int]:
     got = client.get(pieces.names, pieces.pointers, pieces.sizes)
     again = [at for at, code in enumerate(got) if code == codes.LEASE_ENDED]
     if again:
-        names = [pieces.names[at] for at in again]
+        names = [pieces.places[at].name for at in again]
         second = client.get(names, [pieces.pointers[at] for at in again], [pieces.sizes[at] for at in again])
         for at, code in zip(again, second, strict=True):
             got[at] = code

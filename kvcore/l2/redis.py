@@ -146,7 +146,8 @@ class RedisBackend:
             return Defect.MISSING
         if isinstance(length, ErrorAnswer):
             return Defect.FOREIGN if _is_other_type(length) else self.trouble(length)
-        head_bytes = self.place(key).header_bytes
+        place = self.place(key)
+        head_bytes = place.header_bytes
         head = wire.take(min(length, head_bytes), deadline).ljust(head_bytes, b"\0")
         rest = max(0, length - head_bytes)
         wire.fill(into[:rest], deadline)
@@ -156,7 +157,7 @@ class RedisBackend:
         else:
             wire.skip(rest, deadline)
             wire.end_bulk(deadline)
-        defect = envelope.check_record(key, head, into, length)
+        defect = envelope.check_record_by(place.template, key, head, into, length)
         if defect is Defect.OTHER_SIZE:
             self._lengths_seen[key] = length
         return defect
@@ -289,10 +290,11 @@ class RedisBackend:
 
 
 class _Place(NamedTuple):
-    """Where a record is, how long its header is, and the commands that name it. Costly: kept from lookup to load."""
+    """Where a record is, what its header is made of, and the commands that name it. Costly, so it is kept."""
 
     name: bytes
     header_bytes: int
+    template: envelope.Template
     strlen: list[Part]
     get: list[Part]
     set_opening: bytes
@@ -301,7 +303,9 @@ class _Place(NamedTuple):
 def _place(prefix: bytes, words_after_value: int, key: ObjectKey) -> _Place:
     name = prefix + key_text(key).encode()
     set_opening = opening_of([b"SET", name], words_after_value)
-    return _Place(name, envelope.header_bytes(key), command(b"STRLEN", name), command(b"GET", name), set_opening)
+    template = envelope.template_of(key)
+    strlen, get = command(b"STRLEN", name), command(b"GET", name)
+    return _Place(name, template.header_bytes, template, strlen, get, set_opening)
 
 
 _Order: TypeAlias = tuple[_Place, ObjectKey, memoryview]
@@ -362,8 +366,8 @@ class _Writing:
         return command(b"GETRANGE", place.name, b"0", b"%d" % (place.header_bytes - 1))
 
     def _command(self, position: int) -> list[Part]:
-        place, key, payload = self._orders[position]
-        head = envelope.encode_header(key, payload)
+        place, _, payload = self._orders[position]
+        head = envelope.header_by(place.template, payload)
         return command_with_value(place.set_opening, head, payload, self._backend.closing)
 
 

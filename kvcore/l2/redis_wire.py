@@ -8,7 +8,11 @@ is the protocol itself (RESP version 2, of which we need five answer types), ove
   along with the line before it is copied. TLS has neither call; there each part is sent and received by itself.
 
 Time. Each exchange has a `Deadline`: `timeout_s` for the server to answer plus the time that its bytes take at
-`rate_bytes_per_s_min`. It bounds the whole exchange, so a server that gives one byte a second is given up too.
+`rate_bytes_per_s_min`. It bounds the whole exchange, so a server that gives one byte a second is given up too. The
+system itself bounds each call (SO_SNDTIMEO, SO_RCVTIMEO), which it is told again only when what is left has become
+a tenth shorter; so the end may come that tenth later. Python's own timeouts make two more system calls of each one and
+cut a large value into pieces as long as the socket's buffer. TLS has to use them, and so do unix sockets, where the
+system's bound begins anew with each packet of a call.
 
 Errors. `ErrorAnswer` is the server's own "-..." line: the connection is still in step. Everything else (`OSError`, and
 `StoreError` for bytes that are not the protocol) leaves it out of step, and its user closes it.
@@ -19,21 +23,30 @@ Who holds: the connection its socket and one small buffer; the caller all else. 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from kvcore.errors import StoreError
 from kvcore.ports import Clock
 
 _BUFFER_BYTES = 16 * 1024
+_BEHIND_BYTES = 512  # the end of a value, and the line and header of the next one; payload would have to be copied
 _LINE_BYTES_MAX = 4096
 BULK_BYTES_MAX = 512 * 1024 * 1024  # the protocol's own limit; a larger length is not believed
 _PARTS_MAX = 512  # of one sendmsg; systems take 1024
 _DEPTH_MAX = 4
 _NS_PER_S = 1_000_000_000
+_US_PER_S = 1_000_000
+_TIMEVAL = struct.Struct("@ll")
+_LATE = 1.05  # by so much the system's bound is set longer than what is left,
+_LATE_MAX = 1.1  # and set anew when it is longer than that
 _CRLF = b"\r\n"
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Part: TypeAlias = bytes | memoryview
 
@@ -94,8 +107,13 @@ class Wire:
         self.generation = generation
         self._socket = sock
         self._gathers = not hasattr(sock, "cipher")  # a TLS socket cannot
+        self._bounded_by_system = self._gathers and sock.family != socket.AF_UNIX
+        if self._bounded_by_system:
+            sock.setblocking(True)
+        self._bounds_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
+        self._behind = self._view[:_BEHIND_BYTES]
         self.closed = False
         self._start = 0  # unread bytes are buffer[start:end]
         self._end = 0
@@ -107,24 +125,25 @@ class Wire:
     # --- out -----------------------------------------------------------------------------------------------------
 
     def send(self, commands: Sequence[Sequence[Part]], deadline: Deadline) -> None:
-        parts = [memoryview(part) for part in chain.from_iterable(commands)]
+        parts = list(chain.from_iterable(commands))
         if self._gathers:
             self._gather(parts, deadline)
             return
         for part in parts:
-            self._socket.settimeout(deadline.left_s())
-            self._socket.sendall(part)
+            self._bounded(socket.SO_SNDTIMEO, deadline, self._socket.sendall, part)
 
-    def _gather(self, parts: list[memoryview], deadline: Deadline) -> None:
+    def _gather(self, parts: list[Part], deadline: Deadline) -> None:
         first = 0
         while first < len(parts):
-            self._socket.settimeout(deadline.left_s())
-            sent = self._socket.sendmsg(parts[first : first + _PARTS_MAX])
-            while first < len(parts) and sent >= len(parts[first]):
+            some = parts[first : first + _PARTS_MAX]
+            sent = self._bounded(socket.SO_SNDTIMEO, deadline, self._socket.sendmsg, some)
+            if sent == sum(map(len, some)):  # as a rule
+                first += len(some)
+                continue
+            while sent >= len(parts[first]):
                 sent -= len(parts[first])
                 first += 1
-            if sent:
-                parts[first] = parts[first][sent:]
+            parts[first] = memoryview(parts[first])[sent:]
 
     # --- in ------------------------------------------------------------------------------------------------------
 
@@ -221,19 +240,32 @@ class Wire:
         assert self._start == self._end
         if not self._gathers:
             return self._receive(into, deadline)
-        self._await(deadline)
-        count = self._socket.recvmsg_into([into, self._view])[0]
+        count = self._bounded(socket.SO_RCVTIMEO, deadline, self._socket.recvmsg_into, [into, self._behind])[0]
         self._start, self._end = 0, max(0, count - len(into))
         return min(len(into), self._some(count))
 
     def _receive(self, into: memoryview, deadline: Deadline) -> int:
-        self._await(deadline)
-        return self._some(self._socket.recv_into(into))
+        return self._some(self._bounded(socket.SO_RCVTIMEO, deadline, self._socket.recv_into, into))
 
-    def _await(self, deadline: Deadline) -> None:
+    def _bounded(self, direction: int, deadline: Deadline, call: Callable[[T], R], argument: T) -> R:
+        """One call of the system. TimeoutError: it has not ended by the deadline, or soon after it."""
         if self.closed:
             raise StoreError("the connection was given up by its user")
-        self._socket.settimeout(deadline.left_s())
+        left_s = deadline.left_s()
+        if not self._bounded_by_system:
+            self._socket.settimeout(left_s)
+        elif not left_s <= self._bounds_s[direction] <= left_s * _LATE_MAX:
+            self._bound(direction, left_s * _LATE)
+        try:
+            return call(argument)
+        except BlockingIOError:
+            raise TimeoutError("the server did not answer in time") from None
+
+    def _bound(self, direction: int, bound_s: float) -> None:
+        seconds, rest_s = divmod(bound_s, 1)
+        value = _TIMEVAL.pack(int(seconds), int(rest_s * _US_PER_S) + 1)  # 0 would be no bound at all
+        self._socket.setsockopt(socket.SOL_SOCKET, direction, value)
+        self._bounds_s[direction] = bound_s
 
     def _some(self, count: int) -> int:
         if count == 0:

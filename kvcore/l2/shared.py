@@ -61,7 +61,7 @@ from kvcore.l2.ledger import Ledger
 from kvcore.l2.shared_backend import SharedBackend
 from kvcore.l2.shared_removal import Remover
 from kvcore.l2.shared_scan import Scanner
-from kvcore.l2.shared_tasks import StoreItem, Use, Write
+from kvcore.l2.shared_tasks import StoreItem, Use, Write, make_item, make_use, make_write
 from kvcore.l2.statistics import L2Statistics
 from kvcore.l2.tasks import BitTask, StoreTask
 from kvcore.ports import Clock, Executor, Notice
@@ -138,6 +138,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
                 self._settle(activity)
 
     def _finds_ended(self, piece: list[Use], results: list[bool | Exception]) -> None:
+        now_ns = self._clock.now_ns()
         for use, found in zip(piece, results):
             key = use.activity.key
             if isinstance(found, Exception):
@@ -145,7 +146,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             elif not found and use.fresh:
                 self._ledger.forget(key)
             elif found and not use.activity.leaving:
-                self._ledger.touch(key, self._clock.now_ns())
+                self._ledger.touch(key, now_ns)
                 self._activities.lock(use.activity)
                 use.batch.bits |= 1 << use.position
             self._end_use(use, self._complete_lookup)
@@ -158,7 +159,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
         batch = StoreTask(self._begin_task(), [None] * len(keys), len(keys))
         writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
-            self._store(StoreItem(batch, position, key, view, size), writes)
+            self._store(make_item((batch, position, key, view, size)), writes)
         if not keys:
             self._complete_store(batch)
         self._launch_writes(writes)
@@ -188,7 +189,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             return
         for victim in room.victims:
             self._activities.begin(victim, Busy.REMOVING)
-        writes.append(Write(item, activity, room))
+        writes.append(make_write((item, activity, room)))
 
     def _launch_writes(self, writes: list[Write]) -> None:
         sizes = [len(write.item.payload) for write in writes]
@@ -201,19 +202,21 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
 
     def _writes_ended(self, piece: list[Write], result: work.Written) -> None:
         self._remover.ended(result.victims, result.errors, evicted=True)
+        now_ns = self._clock.now_ns()
         for write, answer in zip(piece, result.answers):
-            self._settle_write(write, answer)
+            self._settle_write(write, answer, now_ns)
         if not all(isinstance(answer, Exception) for answer in result.answers):
             self._scanner.begin_if_due()
 
-    def _settle_write(self, write: Write, result: StoreAnswer | Exception) -> None:
-        item, activity = write.item, write.activity
-        failed = isinstance(result, Exception)
-        answer = StoreAnswer.RETRY if isinstance(result, Exception) else result
-        self._counts.io_errors += failed
-        self._ledger.settle(item.key, write.room.reserved_bytes)
-        if answer in (StoreAnswer.STORED, StoreAnswer.PRESENT):
-            self._ledger.note(item.key, item.record_bytes, self._clock.now_ns())
+    def _settle_write(self, write: Write, result: StoreAnswer | Exception, now_ns: int) -> None:
+        item, activity, room = write
+        answer = result
+        if isinstance(answer, Exception):
+            self._counts.io_errors += 1
+            answer = StoreAnswer.RETRY
+        self._ledger.settle(item.key, room.reserved_bytes)
+        if answer is StoreAnswer.STORED or answer is StoreAnswer.PRESENT:
+            self._ledger.note(item.key, item.record_bytes, now_ns)
             self._counts.bytes_in += len(item.payload) if answer is StoreAnswer.STORED else 0
         self._answer(item, answer)
         self._activities.end(activity)
@@ -255,15 +258,16 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
         return batch.task
 
     def _reads_ended(self, piece: list[Use], results: list[Defect | Exception | None]) -> None:
+        now_ns = self._clock.now_ns()
         for use, result in zip(piece, results):
-            self._settle_read(use, result)
+            self._settle_read(use, result, now_ns)
             self._end_use(use, self._complete_load)
 
-    def _settle_read(self, use: Use, result: Defect | Exception | None) -> None:
+    def _settle_read(self, use: Use, result: Defect | Exception | None, now_ns: int) -> None:
         key = use.activity.key
         if result is None:
             use.batch.bits |= 1 << use.position
-            self._ledger.note(key, self._backend.record_bytes(key, len(use.into)), self._clock.now_ns())
+            self._ledger.note(key, self._backend.record_bytes(key, len(use.into)), now_ns)
             self._counts.load_hits += 1
             self._counts.bytes_out += len(use.into)
         elif isinstance(result, Exception):
@@ -381,7 +385,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
 
     def _use(self, batch: BitTask, position: int, key: ObjectKey, into: memoryview) -> Use:
         activity = self._activities.pin(key)
-        return Use(batch, position, activity, activity.writes, into)
+        return make_use((batch, position, activity, activity.writes, into))
 
     def _end_use(self, use: Use, complete: Callable[[BitTask], None]) -> None:
         self._activities.unpin(use.activity)

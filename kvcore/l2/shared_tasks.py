@@ -6,6 +6,8 @@ since one of each is made per key on the loop: they cost it least.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from kvcore.keys import ObjectKey
@@ -43,3 +45,9 @@ class Use(NamedTuple):
     def fresh(self) -> bool:
         """No write of ours has come between: what the store has said is so still, as far as we know."""
         return self.activity.writes == self.writes and self.activity.busy is not Busy.WRITING
+
+
+# tuple.__new__ runs without a Python frame per key
+make_item: Callable[[tuple[StoreTask, int, ObjectKey, memoryview, int]], StoreItem] = partial(tuple.__new__, StoreItem)
+make_write: Callable[[tuple[StoreItem, Activity, Room]], Write] = partial(tuple.__new__, Write)
+make_use: Callable[[tuple[BitTask, int, Activity, int, memoryview]], Use] = partial(tuple.__new__, Use)

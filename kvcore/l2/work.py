@@ -19,13 +19,16 @@ from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import StoreAnswer
 from kvcore.l2.backend import Backend, BatchBackend, LeftoverError
 from kvcore.l2.envelope import Defect
+from kvcore.l2.shared_work import cut
 
 T = TypeVar("T")
 
 Order = tuple[ObjectKey, memoryview]
 
 SLICE_BYTES = 4 * 1024 * 1024
+SLICE_BYTES_MAX = 16 * 1024 * 1024
 SLICE_KEYS = 64
+_SLICES = 4  # of a large batch: enough for a few threads
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FOR_GOOD = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.ENOTDIR})
@@ -82,12 +85,17 @@ def delete_all(backend: Backend, keys: Sequence[ObjectKey]) -> list[Exception | 
 
 
 def slices(orders: Sequence[T], sizes_bytes: Sequence[int]) -> Iterator[tuple[list[T], int]]:
-    """Cut a batch, in order, into pieces of about `SLICE_BYTES` and at most `SLICE_KEYS`: (orders, bytes)."""
+    """Cut a batch, in order, into pieces of at most `SLICE_KEYS`: (orders, bytes).
+
+    A piece has about `SLICE_BYTES`. Each costs the loop's thread some 50 us, so where there would be many they are
+    longer, up to `SLICE_BYTES_MAX`.
+    """
     assert len(orders) == len(sizes_bytes)
+    bytes_max = min(max(SLICE_BYTES, sum(sizes_bytes) // _SLICES), SLICE_BYTES_MAX)
     piece: list[T] = []
     piece_bytes = 0
     for order, size in zip(orders, sizes_bytes):
-        if piece and (piece_bytes + size > SLICE_BYTES or len(piece) == SLICE_KEYS):
+        if piece and (piece_bytes + size > bytes_max or len(piece) == SLICE_KEYS):
             yield piece, piece_bytes
             piece, piece_bytes = [], 0
         piece.append(order)
@@ -113,10 +121,7 @@ def _write_many(
     cleared = {place: _delete_victims(backend, keys) for place, keys in victims.items()}
     held_up = {place for place, (_, error) in cleared.items() if error is not None}
     ready = [order for place, order in enumerate(orders) if place not in held_up] if held_up else orders
-    try:
-        errors = iter(backend.write_many(ready))
-    except Exception as failure:
-        errors = iter([failure] * len(ready))
+    errors = _written_in_parts(backend, ready)
     if not cleared:
         return [_STORED if error is None else _written(0, error) for error in errors]
     results: list[Written] = []
@@ -124,6 +129,15 @@ def _write_many(
         deleted, error = cleared.get(place, _CLEAR)
         results.append(_written(deleted, next(errors) if error is None else error))
     return results
+
+
+def _written_in_parts(backend: BatchBackend, orders: Sequence[Order]) -> Iterator[Exception | None]:
+    """In parts that a processor's cache holds, so that what is checked there is written before it has left it."""
+    for part in cut(orders, [len(payload) for _, payload in orders], SLICE_KEYS, SLICE_BYTES):
+        try:
+            yield from backend.write_many(part)
+        except Exception as failure:
+            yield from [failure] * len(part)
 
 
 def _delete_victims(backend: Backend, victims: Sequence[ObjectKey]) -> tuple[int, Exception | None]:
