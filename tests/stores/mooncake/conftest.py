@@ -149,11 +149,9 @@ class Cluster:
         _kill(node)
 
     def pause(self, process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-        """Stopped for certain: the signal alone is on its way for a while."""
+        """Stopped for certain, with all threads: the signal alone is on its way for a while."""
         process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{process.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert process.poll() is None, "it has ended instead"
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
     def stop(self) -> None:
         for node in list(self.nodes):

@@ -205,10 +205,10 @@ def in_the_end(attempt):
     return attempt()
 
 
-def test_a_server_stopped_for_longer_than_the_deadline_is_a_miss(impatient, filled, seaweed):
+def test_a_server_stopped_for_longer_than_the_deadline_is_a_miss(impatient, filled, seaweed, stand_still):
     async def scenario():
         async with opened(impatient) as client:
-            seaweed.process.send_signal(signal.SIGSTOP)
+            stand_still(seaweed.process.pid)
             try:
                 assert await client.found([key(0)]) == 0
                 assert (await client.load([key(0)], [MIB]))[0] == 0

@@ -215,10 +215,10 @@ def test_an_s3_body_that_is_reset_in_its_middle(seaweed, proxy, stack, s3_url):
     assert one.counts().deletes == 0
 
 
-def test_a_memory_pool_that_stands_still_and_later_dies(pool, stack):
+def test_a_memory_pool_that_stands_still_and_later_dies(pool, stack, stand_still):
     """R53. SIGSTOP: its socket still accepts. SIGKILL: its memory is gone too, and the next pool begins empty."""
     one = stack(pool.url)
-    pool.process.send_signal(signal.SIGSTOP)
+    stand_still(pool.process.pid)
     goes_cold(one)
     pool.process.send_signal(signal.SIGCONT)
     is_used_again(one)
