@@ -11,7 +11,7 @@ the ways to serve the prompt and takes the cheapest. A way is an `Offer`: so man
     own    = waited + max(wait for the GPU, wait for the hauls) + compute      (less what overlaps, with layers ahead)
     beyond = TAIL_WEIGHT * (own - tail), where own is above the tail
     lost(queue, x) = x * (waiting + (rate * (work + x/2) + RUNNING_WEIGHT * busy^2 * running) / (1 - busy))
-    spoilt(x) = GOOD_S * busy^2 * (1 - good) / good * sum over sequences that decode of min(1, x / slack)
+    spoilt(x) = GOOD_S * busy * (1 - good) / good * sum over sequences that decode of min(1, x / slack)
 
 `own` is this request's time to its first token. `lost` is what the others lose because x seconds of work go in front of
 them. Everyone who waits loses x, and so does everyone who comes (at `rate`) before the queue is empty again: a queue
@@ -26,7 +26,7 @@ them waits. Hence a weight that grows with the busy share; its form and factor a
 project's reports, over both Mooncake traces), where busy in place of busy^2 made an idle GPU load too much.
 
 `beyond` keeps the slowest requests from paying for the average: a request whose own time would be above the `tail`
-(what one in fifty exceeds, as measured) gives its time up for others only where it helps them many times as much.
+(what one in fifty exceeds, as measured) gives its time up for others only where it helps them several times as much.
 
 `spoilt` is there where the operator has told an objective (`kvcore.objective`): x seconds of computing hold up every
 sequence that decodes, and one that has only `slack` seconds left within its limit is no longer good after them. A good
@@ -77,7 +77,7 @@ SLACK_MIN = 0.05  # 1 - busy is taken as at least this: a busy share of one minu
 TIE = 1e-9
 RUNNING_WEIGHT = 4.0
 TAIL_SHARE = 0.02
-TAIL_WEIGHT = 16.0
+TAIL_WEIGHT = 8.0
 TAIL_STEP = 0.1  # of the mean: a tail ten times the mean is found within some hundred requests
 GOOD_S = 120.0
 GOOD_MIN = 0.02  # the share of good answers is taken as at least this
@@ -185,7 +185,7 @@ class Gpu:
         """What the answers are worth that so many seconds of computing make miss their objective (module text)."""
         lost = sum([min(1.0, work_s / slack) for slack in self.slacks_s])
         odds = (1 - self.good_share) / max(self.good_share, GOOD_MIN)
-        return lost * GOOD_S * min(self.queue.busy, 1.0) ** 2 * odds
+        return lost * GOOD_S * min(self.queue.busy, 1.0) * odds
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,18 @@ def test_answers_that_would_miss_their_objective_make_a_slow_link_worth_it() -> 
     assert reason(SLOW, dataclasses.replace(near, queue=Queue())) is Reason.COMPUTE, "an idle GPU makes up for it"
 
 
+def test_what_computing_spoils_grows_with_the_busy_share_and_with_the_odds_of_a_bad_answer() -> None:
+    def spoilt_s(busy: float, good: float, work_s: float = 1.0) -> float:
+        return dataclasses.replace(gpu(busy=busy), slacks_s=(0.5, 4.0), good_share=good).spoilt_s(work_s)
+
+    half = spoilt_s(0.5, 0.5)
+    assert half > 0
+    assert spoilt_s(0.25, 0.5) == pytest.approx(half / 2), "busy"
+    assert spoilt_s(0.5, 0.2) == pytest.approx(4 * half), "four bad answers for a good one"
+    assert spoilt_s(0.5, 0.5, 4.0) == pytest.approx(half / 1.25 * 2), "no answer is spoilt twice"
+    assert spoilt_s(3.0, 0.5) == pytest.approx(2 * half), "a meter of one minute may show more than one"
+
+
 def test_a_request_beyond_the_tail_gives_less_of_its_time_up() -> None:
     """What pays for the average request does not for one that would be among the slowest."""
     usual = dataclasses.replace(gpu(waiting=8), tail_s=60.0)
