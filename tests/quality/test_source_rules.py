@@ -457,7 +457,6 @@ _LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrie
 THREADS = {"kvcore.operations.http"}  # and kvcore.runtime
 # Each of them is proven under the scheduler of tests/threads/.
 LOCKS = {
-    "kvcore.l2.file",
     "kvcore.l2.nixl_ucx",
     "kvcore.l2.slab",
     "kvcore.runtime.calls",
