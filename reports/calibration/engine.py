@@ -17,9 +17,11 @@ Three things would be measured instead of the engine, and are taken care of. The
 activations back after every operation, and fetching it again costs more than computing: a GPU's engine keeps it, so the
 process is told to keep it too (where it is glibc's). Neighbours take the core: times are those of the `stopwatch`, and
 the fastest try counts, because the first after other work finds cold caches: at least `TRIES_LEAST` of them, and up to
-`TRIES_MAX` while they take less than `TRIES_S` together, since what is short is disturbed most. And a load is not over
-with its answer: the cache ends the session on its own thread while the engine computes, and in one process both share
-the interpreter. `time_call` shows how long that takes, and whoever predicts adds it.
+`TRIES_MAX` while they take less than `TRIES_S` together, so that a load and a request with that load have as many. What
+came before counts too: right behind a load, another finds its code in the processor's caches; in an engine it comes
+behind a prefill, and so it does here. And a load is not over with its answer: the cache ends the session on its own
+thread while the engine computes, and in one process both share the interpreter. `time_call` shows how long that takes,
+and whoever predicts adds it.
 
 Who holds: `CalibrationEngine` holds pages and caches; who frees: `close`, or `with`.
 """
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 CHUNK_TOKENS = 16
 L1_BYTES = 256 << 20
 TRIES_LEAST, TRIES_MAX = 3, 8
-TRIES_S = 0.015
+TRIES_S = 0.03
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 _KEPT_BYTES = 1 << 30
 _MMAP_BYTES_MAX = 32 << 20
@@ -86,6 +88,7 @@ class CalibrationEngine:
 
         _keep_memory()
         self._seconds = self._clock_s = 0.0
+        self._dropped = False
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # one stream of work, as a GPU has; and less at the mercy of the neighbours
         self._stack = contextlib.ExitStack()
@@ -158,7 +161,12 @@ class CalibrationEngine:
 
     def time_load(self, way: Way, tokens: int) -> Timed:
         """Bringing a prefix into the pages, until the cache has answered and the copy is done."""
-        return self._fastest(lambda: self._load(tokens), lambda: self._ready(way))
+
+        def ready() -> None:
+            self._prefill(0, CHUNK_TOKENS)
+            self._ready(way)
+
+        return self._fastest(lambda: self._load(tokens), ready)
 
     def time_call(self, way: Way, tokens: int, rested: bool) -> Timed:
         """A call of the cache after a load: right after it, or when the cache rests again. The first waits for what the
@@ -216,8 +224,10 @@ class CalibrationEngine:
         """Put the cache's content where it is to be loaded from."""
         if way == "L2":
             self._cache.drop_l1()
-        elif way == "L1":
+            self._dropped = True
+        elif way == "L1" and self._dropped:
             self._cache.retrieve(self.prompt)  # what L1 has dropped comes back from L2
+            self._dropped = False
 
     def _load(self, tokens: int) -> int:
         """Retrieve the chunks of the first tokens and copy them into the pages; how many tokens came."""

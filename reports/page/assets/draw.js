@@ -162,7 +162,7 @@ function hoverLines(svg, chart, x) {
 }
 
 // Room for the labels at the left of a picture, 250 to half of its width; what is longer ends with dots, the tip has it all.
-const LETTER = 6.4, LABEL_MAX = 64;
+const LETTER = 6.8, LABEL_MAX = 64;
 const shortened = (label) => (label.length > LABEL_MAX ? `${label.slice(0, LABEL_MAX - 1)}…` : label);
 const roomFor = (labels) => Math.max(250, 16 + LETTER * Math.max(...labels.map((label) => shortened(label).length)));
 
