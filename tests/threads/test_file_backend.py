@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvcore.errors import StoreError
-from kvcore.l2 import file
 from kvcore.l2.file import FileBackend
+from kvcore.runtime import calls
 
 
 class Directory:
@@ -54,7 +54,8 @@ def closing(threads: SimpleNamespace) -> Any:
                 with backend._work():
                     directory.work()
             except StoreError:
-                assert backend._closed
+                assert backend._gate is not None
+                assert backend._gate._closed
 
         run.spawn(work, "one")
         run.spawn(work, "another")
@@ -71,5 +72,5 @@ def test_the_directory_is_given_back_once_and_after_the_work(threads: SimpleName
 def test_counting_work_without_the_lock_is_found(
     threads: SimpleNamespace, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file.threading, "Lock", threads.NoLock)
+    monkeypatch.setattr(calls.threading, "Lock", threads.NoLock)
     broken(closing(threads))
