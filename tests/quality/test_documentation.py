@@ -2,12 +2,14 @@
 
 Theory of operation
 -------------------
-A ```bash block is run, line by line, in a folder that belongs to its page: one page is one session, python blocks
-included (a block that begins with `# NAME.py` becomes that file). A line ends with status 0, or with the one that its
-comment names ("exit status 1"). `kvcore serve` is started, waited for, and stopped when the page is over. `NOT_RUN`
-lists what is too long or needs another machine, each with the reason.
+A command is a line of a ```bash block, or a line of an indented block that begins with a program. It is run in a
+folder that belongs to its page: one page is one session, python blocks included (a block that begins with `# NAME.py`
+becomes that file). A command ends with status 0, or with the one that its comment names ("exit status 1"). `kvcore
+serve` is started, waited for, and stopped when the page is over. `python scripts/...` is run where the tree lies.
 
-Commands that other blocks show are not run, but read: options must exist, targets of make, scripts and modules too.
+`NOT_RUN` lists what is too long or needs another machine, each with the reason, and which test runs it or the like of
+it; `AS_ELSEWHERE` the pages that repeat another one, `EXAMPLES` those whose Python code another test runs. Commands
+that are not run are read: options must exist, targets of make, scripts and modules too.
 """
 
 from __future__ import annotations
@@ -36,34 +38,64 @@ from kvcore.cli import command_line
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")])
 SECONDS_MAX = 900  # ends a hang; the longest takes a dozen seconds of processor time, on machines with little of it
 
 NOT_RUN = {
     r"make \w": "sets up an environment of its own, or runs the tests that this is a part of; targets are looked up",
-    r"pip install ": "would change the environment of these tests; the extras are looked up",
-    r"vllm serve ": "needs vLLM, a model and a GPU; tests/vllm serves with the connector",
+    r"git clone ": "the project has no public home yet",
+    r"pip install |python -m venv |lowest/bin/": "installs from the network; extras are looked up, bounds are read",
     r"kvcore doctor$": "tests/unit/test_doctor.py runs it",
     r"kvcore sim swarm --seeds 500 ": "takes minutes; tests/quality/test_swarm.py runs a smaller one",
     r"kvcore zoo --only ": "tests/quality/test_zoo.py runs this mutant's recorded case",
+    r"kvcore ladder --rungs 5-8 ": "takes minutes; tests/ladder/test_storm_rungs.py runs fewer cases",
+    r"python scripts/ladder_coverage.py$": "takes minutes; tests/ladder is what it measures",
+    r"python scripts/mutation ": "takes hours; tests/quality/test_mutation.py runs the tool on a small tree",
+    r"python scripts/structure.py ": "minutes; tests/quality/test_structure.py runs it on the tree",
+    r"python scripts/bench_peers.py": "needs LMCache; tests/unit/test_peers_figures.py runs kvcore's half",
+    r"kvcore conformance --peer lmcache ": "needs LMCache; tests/bench/test_conformance_lmcache.py runs it where it is",
+    r"kvcore report peers ": "needs figures beside LMCache; tests/reports/test_report_peers.py draws a page",
+    r"vllm serve |curl -s localhost:8000/": "needs vLLM and a model; tests/vllm serves with the connector",
+    r"\.venv-vllm/bin/python ": "needs vLLM; tests/vllm runs the target with these seeds and edits",
+    r"kvcore ladder --target vllm |python -m pytest .*--ladder-target vllm ": "needs vLLM; tests/vllm climbs",
+    r"kvcore \w+ .*ipc:///tmp/kvcore/": "a path that others may use; README has the same in a folder of its own",
+    r"kvcore serve --listen tcp://0\.0\.0\.0:": "a fixed port, open to all; tests/unit/test_curve.py has its own",
+    r"curl \S*\$HTTP/": "not everywhere installed; tests/service/test_operations.py asks for them",
 }
-
-
-def pages_with(fence: str) -> list[Path]:
-    return [page for page in PAGES if f"```{fence}\n" in page.read_text(encoding="utf-8")]
+AS_ELSEWHERE = {"docs/testing.md": "README.md"}
+EXAMPLES = {
+    "docs/cost-model.md": "tests/reports/test_documentation.py runs them",
+    "docs/layouts.md": "they take an engine's tensors; tests/device/test_discover.py has some",
+}
+PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:kvcore|make|python|pip|pytest|git|curl|vllm|sed|\S+/bin/\w+) ")
 
 
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def blocks(page: Path, languages: str) -> list[tuple[str, str]]:
+def fenced(page: Path, languages: str) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks in these languages, in order."""
-    return re.findall(rf"^```({languages})\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [(language, text) for language, text in blocks(page) if re.fullmatch(languages, language)]
 
 
-def lines_of(block: str) -> list[str]:
-    return [line for line in block.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """All blocks, in order; the language of an indented one is "indented"."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", text, re.DOTALL | re.MULTILINE):
+        yield ("indented", found.group(3)) if found.group(3) else (found.group(1), found.group(2))
+
+
+def commands(language: str, block: str) -> Iterator[str]:
+    """Of a block; a line that ends with a backslash goes on."""
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
+        line = line.strip()
+        if line and not line.startswith("#") and (language == "bash" or PROGRAM.match(line)):
+            yield line
+
+
+def all_commands(page: Path) -> list[str]:
+    return [line for language, text in fenced(page, "bash|indented") for line in commands(language, text)]
 
 
 def reason_not_to_run(line: str) -> str:
@@ -90,6 +122,7 @@ class Session:
 
     folder: Path
     servers: list[subprocess.Popen[str]] = field(default_factory=list)
+    said: dict[str, str] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -98,13 +131,13 @@ class Session:
         return {**found, "PATH": paths, "XDG_RUNTIME_DIR": str(self.folder), "TMPDIR": str(self.folder)}
 
     def run(self, line: str) -> None:
-        if re.match(r"kvcore serve (?!.*--print-config)", line):
+        if re.match(r"(\S+=\S+ )?kvcore serve(?!.*--print-config)", line):
             self._serve(line)
             return
         status = re.search(r"#.*exit status (\d+)", line)
         done = subprocess.run(
             ["bash", "-c", line],
-            cwd=self.folder,
+            cwd=ROOT if line.startswith("python scripts/") else self.folder,
             env=self.environment,
             capture_output=True,
             text=True,
@@ -112,10 +145,11 @@ class Session:
             timeout=SECONDS_MAX,
         )
         assert done.returncode == (int(status.group(1)) if status else 0), f"{line}\n{done.stdout}\n{done.stderr}"
+        self.said[line] = done.stdout
 
     def _serve(self, line: str) -> None:
         """Return when it listens: it says so."""
-        command = ["bash", "-c", f"exec {line}"]
+        command = ["bash", "-c", line.replace("kvcore serve", "exec kvcore serve", 1)]
         server = subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, text=True)
         self.servers.append(server)
         assert server.stdout is not None
@@ -152,25 +186,53 @@ def session(tmp_path: Path) -> Iterator[Session]:
         made.close()
 
 
-@pytest.mark.parametrize("page", pages_with("bash"), ids=named)
-def test_the_commands_of_a_page_run_as_printed(page: Path, session: Session) -> None:
-    ran = 0
-    for language, text in blocks(page, "bash|python"):
+def steps(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of what is run: python blocks whole, of others the commands that are not left out."""
+    found = []
+    for language, text in fenced(page, "bash|indented|python"):
         if language == "python":
-            printed = session.python(text)
-            said = re.findall(r"print\(.*\)  # (.*)", text)
-            assert printed.splitlines() == said
-            continue
-        for line in lines_of(text):
-            if not reason_not_to_run(line):
-                session.run(line)
-                ran += 1
-    assert ran
+            found.append((language, text))
+        else:
+            found += [("bash", line) for line in commands(language, text) if not reason_not_to_run(line)]
+    return found
 
 
-def test_every_reason_not_to_run_is_needed() -> None:
-    lines = [line for page in pages_with("bash") for _, text in blocks(page, "bash") for line in lines_of(text)]
-    assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)] == []
+RUN = [page for page in PAGES if steps(page) and named(page) not in {**AS_ELSEWHERE, **EXAMPLES}]
+
+
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_the_commands_of_a_page_run_as_printed(page: Path, session: Session) -> None:
+    for language, text in steps(page):
+        if language == "python":
+            said = re.findall(r"print\(.*\)(?:  # (.*))?", text)
+            printed = session.python(text).splitlines()
+            assert [line for line, wanted in zip(printed, said, strict=True) if wanted not in ("", line)] == []
+        else:
+            session.run(text)
+    claimed = re.search(r"Of more than ([\d,]+) tokens none differs", page.read_text(encoding="utf-8"))
+    if claimed:
+        assert tokens_compared(session.said["kvcore demo --out demo"]) > int(claimed.group(1).replace(",", ""))
+
+
+def tokens_compared(demo: str) -> int:
+    """The sum of a column of the demo's first table."""
+    table = demo.partition("verdict\n")[2].partition("\n\n")[0]
+    return sum(int(line[26:37].replace(",", "")) for line in table.splitlines())
+
+
+def test_every_reason_not_to_run_is_needed_and_no_page_is_forgotten() -> None:
+    lines = {named(page): all_commands(page) for page in PAGES}
+    everything = [line for page in lines.values() for line in page]
+    assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in everything)] == []
+    bare = {page: {re.split(r"\s+#", line)[0] for line in there} for page, there in lines.items()}
+    assert [line for page, other in AS_ELSEWHERE.items() for line in bare[page] - bare[other]] == []
+    assert {"README.md", "docs/server.md", "docs/your-connector.md", "docs/peers.md"} <= {named(page) for page in RUN}
+
+
+def test_a_test_that_a_reason_names_exists() -> None:
+    named_files = re.findall(r"tests/\S+\.py", " ".join([*NOT_RUN.values(), *EXAMPLES.values()]))
+    assert named_files
+    assert [name for name in named_files if not (ROOT / name).is_file()] == []
 
 
 # ---- quoted output
@@ -188,7 +250,7 @@ def test_the_ladders_explanation_of_the_toy_is_what_it_prints(
     from kvcore.ladder.options import LadderOptions
     from kvcore.ladder.table import render
 
-    (code,) = [text for _, text in blocks(ROOT / "docs/your-connector.md", "python") if text.startswith("# toy.py")]
+    (code,) = [text for _, text in fenced(ROOT / "docs/your-connector.md", "python") if text.startswith("# toy.py")]
     session.python(code)
     monkeypatch.syspath_prepend(str(session.folder))
     monkeypatch.delitem(sys.modules, "toy", raising=False)
@@ -197,7 +259,7 @@ def test_the_ladders_explanation_of_the_toy_is_what_it_prints(
     sys.modules.pop("toy")
     known = {masked(line) for line in printed}
     for page in ("README.md", "docs/your-connector.md"):
-        quoted = [line for _, text in blocks(ROOT / page, "text") for line in text.splitlines() if line]
+        quoted = [line for _, text in fenced(ROOT / page, "text") for line in text.splitlines() if line]
         assert any("rung 4" in line for line in quoted)
         assert [line for line in quoted if masked(line) not in known] == []
 
@@ -206,14 +268,12 @@ def test_the_ladders_explanation_of_the_toy_is_what_it_prints(
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """(page, command) of every line in a block, fenced or indented, that begins as one of our commands."""
+    """(page, command) of every line that begins as one of our commands, in whatever block; without comment."""
     for page in PAGES:
-        fenced = False
-        for line in re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8")).splitlines():
-            fenced ^= line.lstrip().startswith("```")
-            command = re.match(r"\s*((?:kvcore|make|python|\.venv\S*/python) [-a-z.].*)", line)
-            if command and (fenced or line.startswith("    ")):
-                yield named(page), command.group(1).split("  ")[0].split(" #")[0]
+        for language, text in blocks(page):
+            for line in commands("text" if language == "bash" else language, text):
+                if re.match(r"kvcore|make|python|\.venv", line):
+                    yield named(page), line.split("  ")[0].split(" #")[0]
 
 
 SHOWN = list(shown_commands())
@@ -350,7 +410,7 @@ def test_readme_is_short() -> None:
 
 
 def test_quoting_in_printed_commands_is_the_shells() -> None:
-    for page in pages_with("bash"):
-        for _, text in blocks(page, "bash"):
-            for line in lines_of(text):
+    for page in PAGES:
+        for _, text in fenced(page, "bash"):
+            for line in commands("bash", text):
                 assert shlex.split(line, comments=True)
