@@ -100,7 +100,19 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser)
     for entry in sorted(entry_points(group="kvcore.commands"), key=lambda entry: entry.name):
         entry.load()(commands)
+    _describe(parser)
     return parser
+
+
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """A command that says nothing more about itself begins its help with its one line."""
+    abouts = dict(_abouts(parser))
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                about = abouts.get(name, "")
+                below.description = below.description or f"{about[:1].upper()}{about[1:]}."
+                _describe(below)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

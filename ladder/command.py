@@ -38,7 +38,7 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("ladder", help="does the cache change any output? Climb the rungs")
     parser.add_argument("--target", default="sim", help="sim (default), local, torch or vllm")
     parser.add_argument("--rungs", default="0-4", metavar="0-4", help="which rungs to climb; 5-8 are the storm rungs")
-    parser.add_argument("--seed", default="0", metavar="N")
+    parser.add_argument("--seed", default="0", metavar="N", help="draws requests and schedule (default 0)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a Mooncake-format trace (JSON lines)")
     parser.add_argument("--cell", action="append", default=[], metavar="CELL", help="one configuration; repeatable")
     parser.add_argument("--connector", metavar="MOD:CLASS", help="climb with your own connector")

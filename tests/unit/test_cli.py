@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -49,9 +50,12 @@ def test_the_help_names_every_exit_status(capsys: pytest.CaptureFixture[str]) ->
     assert named == [cli.DONE, cli.BAD, cli.USAGE_ERROR, 125, cli.INTERRUPTED]
 
 
-def test_every_command_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in commands():
-        assert helped(capsys, name).startswith(f"usage: kvcore {name}")
+def test_every_command_has_a_help_that_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (*([name] for name in commands()), ["sim", "replay"], ["report", "breakeven"], ["store", "ls"]):
+        usage, about, *_ = helped(capsys, *words).split("\n\n")
+        assert usage.startswith(f"usage: kvcore {' '.join(words)}")
+        assert re.match(r"[A-Z](?s:.*)\w", about), words
+        assert not about.startswith("options"), words
 
 
 def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
