@@ -317,11 +317,9 @@ def importable(place: Place) -> set[str]:
 def demo(place: Place) -> str:
     extras = ",".join(DEMO_EXTRAS)
     install(place, f"kvcore[{extras}] @ {place.wheel.as_uri()}")
-    there = inside(place, "kvcore", "demo", "--help").returncode == 0
-    command = ["demo"] if there else ["ladder", "--rungs", "0-2", "--cell", "full/r1/inproc/sync"]
-    done = inside(place, "kvcore", *command)
-    expect(done.returncode == 0, f"kvcore {' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
-    return f"kvcore {' '.join(command)}"
+    done = inside(place, "kvcore", "demo")
+    expect(done.returncode == 0, f"kvcore demo: {done.returncode}\n{done.stdout}{done.stderr}")
+    return "the ladder passed, the planted bug was caught"
 
 
 def uninstall(place: Place) -> str:

@@ -17,6 +17,7 @@ import venv
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -195,20 +196,9 @@ def test_the_command_says_its_version(bare: Run) -> None:
         assert (done.returncode, done.stdout) == (0, f"kvcore {PROJECT['version']}\n"), done.stderr
 
 
-CACHE = """
-import sys
-from kvcore import Cache
-with Cache.open(namespace="m", chunk_tokens=4, chunk_bytes=8, l1_bytes=1 << 20, l2="file://" + sys.argv[1]) as cache:
-    cache.store([1, 2, 3, 4, 5, 6, 7, 8], [b"KV of 1-", b"KV of 5-"])
-    assert cache.flush()
-with Cache.open(namespace="m", chunk_tokens=4, chunk_bytes=8, l1_bytes=1 << 20, l2="file://" + sys.argv[1]) as cache:
-    print(cache.lookup([1, 2, 3, 4, 5, 6, 7, 8, 9]), cache.retrieve([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-print("simpy" in sys.modules)
-"""
-
-
-def test_the_cache_works_without_simpy(bare: Run, tmp_path: Path) -> None:
-    done = bare("python", "-c", CACHE, str(tmp_path / "l2"))
+def test_the_cache_works_without_simpy(bare: Run, load_script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    code = load_script("release_check").CACHE + 'print("simpy" in sys.modules)'
+    done = bare("python", "-c", code, str(tmp_path / "l2"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["8 [b'KV of 1-', b'KV of 5-']", "False"]
 
