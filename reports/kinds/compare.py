@@ -120,7 +120,7 @@ def _rows(tree: Tree, other: Tree) -> dict[tuple[str, str], tuple[Mapping[str, A
 
 def _title(column: Mapping[str, Any]) -> str:
     """As the page of the report calls it, with the unit in which its figures come here."""
-    return column["title"] + UNITS.get(column["kind"], "")
+    return str(column["title"]) + UNITS.get(column["kind"], "")
 
 
 def _key(table: Mapping[str, Any], other: Tree) -> list[str]:
