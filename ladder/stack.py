@@ -322,7 +322,7 @@ class CacheStack:
         return -1 if tracker is None else tracker.generation
 
     def stores_inflight(self, request_id: str) -> int:
-        return sum(worker.inflight_stores(request_id) for worker in self._workers)
+        return sum(worker.stores_inflight(request_id) for worker in self._workers)
 
     def counters(self) -> dict[str, int]:
         """The worker counters that the rung table shows, summed over ranks."""

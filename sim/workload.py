@@ -10,7 +10,7 @@ becomes one *chunk* of the cache; what is kept is the sharing.
    requests is reached.
 3. A hash id becomes `chunk_tokens` tokens by BLAKE3 of (seed, id): equal ids, equal tokens, on every machine. A
    prompt ends inside a chunk in proportion to the trace; a share of the prompts is forced to k chunks exactly, or one
-   token less or more, where the rules for the last token bite; lengths run from half a chunk to `max_chunks` chunks.
+   token less or more, where the rules for the last token bite; lengths run from half a chunk to `chunks_max` chunks.
 4. Output lengths are scaled to 2..12 (the longest tenth is cut); arrivals keep their order, on average
    `arrival_gap_ns` apart.
 
@@ -197,7 +197,7 @@ def workload_from_trace(
     requests: int = 120,
     families: int = FAMILIES_MIN,
     chunk_tokens: int = 16,
-    max_chunks: int = 40,
+    chunks_max: int = 40,
     *,
     arrival_gap_ns: int = 300_000,
     source: str = "trace",
@@ -206,7 +206,7 @@ def workload_from_trace(
     if requests < 2 * families:
         raise ConfigError(f"{requests} requests cannot fill {families} families with two members each")
     draws = Draws(seed, "workload")
-    chosen = _choose(_families(rows, max_chunks), requests, families, draws)
+    chosen = _choose(_families(rows, chunks_max), requests, families, draws)
     members = sorted((row.timestamp_ms, index, family) for family, rows_ in enumerate(chosen) for index, row in rows_)
     by_index = {index: row for rows_ in chosen for index, row in rows_}
     output_most = sorted(row.output_tokens for row in by_index.values())[len(by_index) * 9 // 10]
@@ -217,7 +217,7 @@ def workload_from_trace(
         row = by_index[index]
         name = f"f{family:02d}-{len(names[family])}"
         names[family].append(name)
-        prompt = _prompt(row, position, seed, chunk_tokens, max_chunks, draws)
+        prompt = _prompt(row, position, seed, chunk_tokens, chunks_max, draws)
         specs.append(RequestSpec(name, prompt, _output_tokens(row, output_most), time_ns))
         time_ns += draws.between(0, 2 * (arrival_gap_ns // 1000)) * 1000
     workload = Workload(tuple(specs), tuple(map(tuple, names)), chunk_tokens, source)
@@ -229,22 +229,22 @@ def workload_from_trace(
 _Member = tuple[int, TraceRow]
 
 
-def _families(rows: Iterable[TraceRow], max_chunks: int) -> list[list[_Member]]:
+def _families(rows: Iterable[TraceRow], chunks_max: int) -> list[list[_Member]]:
     """Short rows by their first two blocks; families with two members or more, larger ones first.
 
     Long prompts come from lengthening some (`_prompt_tokens`): a run of seconds cannot afford the trace's whole tail.
     """
     found: dict[tuple[int, ...], list[_Member]] = {}
     for index, row in enumerate(rows):
-        if 2 <= len(row.hash_ids) <= max_chunks * 3 // 10:
+        if 2 <= len(row.hash_ids) <= chunks_max * 3 // 10:
             found.setdefault(row.hash_ids[:2], []).append((index, row))
-    shared = [members for members in found.values() if _shares(members, max_chunks)]
+    shared = [members for members in found.values() if _shares(members, chunks_max)]
     return sorted(shared, key=lambda members: (-len(members), members[0][0]))
 
 
-def _shares(members: Sequence[_Member], max_chunks: int) -> bool:
+def _shares(members: Sequence[_Member], chunks_max: int) -> bool:
     """At least two members, and some two neighbours in time share blocks that are whole in both."""
-    whole = [set(row.hash_ids[: min(max_chunks, len(row.hash_ids) - 1)]) for _, row in members]
+    whole = [set(row.hash_ids[: min(chunks_max, len(row.hash_ids) - 1)]) for _, row in members]
     return any(len(one & other) >= 2 for one, other in pairwise(whole))
 
 
@@ -273,10 +273,10 @@ def _choose(found: list[list[_Member]], requests: int, families: int, draws: Dra
 
 
 def _prompt(
-    row: TraceRow, position: int, seed: int, chunk_tokens: int, max_chunks: int, draws: Draws
+    row: TraceRow, position: int, seed: int, chunk_tokens: int, chunks_max: int, draws: Draws
 ) -> tuple[int, ...]:
-    blocks = min(len(row.hash_ids), max_chunks)
-    length = _prompt_tokens(row, position, blocks, chunk_tokens, max_chunks, draws)
+    blocks = min(len(row.hash_ids), chunks_max)
+    length = _prompt_tokens(row, position, blocks, chunk_tokens, chunks_max, draws)
     needed = -(-length // chunk_tokens)
     ids = list(row.hash_ids[:needed])
     tokens = [token for hash_id in ids for token in _chunk(seed, hash_id, chunk_tokens)]
@@ -286,8 +286,8 @@ def _prompt(
     return tuple(tokens[:length])
 
 
-def _prompt_tokens(row: TraceRow, position: int, blocks: int, chunk_tokens: int, max_chunks: int, draws: Draws) -> int:
-    longest = max_chunks * chunk_tokens
+def _prompt_tokens(row: TraceRow, position: int, blocks: int, chunk_tokens: int, chunks_max: int, draws: Draws) -> int:
+    longest = chunks_max * chunk_tokens
     if position % 40 == 7:
         return max(1, chunk_tokens // 2)  # shorter than a chunk: nothing of it can be cached
     if position % 40 == 23:

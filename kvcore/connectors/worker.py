@@ -436,7 +436,7 @@ class WorkerConnector:
     def _reading(self) -> list[StoreJob]:
         return [job for job in self._jobs.values() if isinstance(job, StoreJob) and job.touching]
 
-    def inflight_stores(self, request_id: str) -> int:
+    def stores_inflight(self, request_id: str) -> int:
         """Store jobs of this request, of any generation, that may still read engine blocks."""
         return sum(job.plan.request_id == request_id for job in self._reading())
 

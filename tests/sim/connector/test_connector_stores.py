@@ -421,7 +421,7 @@ def test_a_reused_id_waits_for_its_own_stores_only(desk_of: DeskOf) -> None:
         assert desk.finish(new) is True
         await desk.pause()
         report = await desk.step()
-        assert desk.workers[0].inflight_stores("x") == 1, "the old one still reads"
+        assert desk.workers[0].stores_inflight("x") == 1, "the old one still reads"
         assert report.finished.sent == {"x"}
         await desk.settle()
         assert not (await desk.step()).finished.sent, "sent twice"

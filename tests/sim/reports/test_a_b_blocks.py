@@ -28,7 +28,7 @@ def test_a_preemption_waits_for_every_store_of_the_request_on_every_rank(desk_of
         await desk.step((first, 32))
         await desk.step((first, 32))
         await desk.pause(MS // 4)
-        inflight = [worker.inflight_stores("q1") for worker in desk.workers]
+        inflight = [worker.stores_inflight("q1") for worker in desk.workers]
         assert inflight == [2, 2], "one per step and rank"
         tables = desk.preempt(first)
         thief = desk.job("thief", list(range(5000, 5064)), salt="other")
