@@ -15,6 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcore.errors import ConfigError
@@ -26,6 +27,7 @@ from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, Floors, RungResult
 from kvcore.ladder.rungs import ROOMY_BLOCKS, Stage, StageParts
+from kvcore.ladder.server_stack import StackConfig
 from kvcore.ladder.stack import CacheStack
 from kvcore.sim.engine.device import PagedMemory
 from kvcore.sim.model import U64, Layer
@@ -49,6 +51,8 @@ CELLS = tuple(
 PASS_SECONDS_MAX = 120.0  # one takes less than a second; only a hang takes so long on a machine that does other things
 CLOSE_SECONDS_MAX = 60.0
 BALLAST_BYTES = 512 << 10
+PATIENT_NS = 30_000_000_000
+"""Of a lookup and of a request to a server: none is given up because the machine does other things."""
 
 
 def floors(requests: int) -> dict[str, Floors]:
@@ -121,6 +125,7 @@ def climb_cell(cell: MatrixCell, options: LadderOptions, workload: Workload, rep
 
 async def _climb(cell: MatrixCell, options: LadderOptions, workload: Workload) -> list[RungResult]:
     config, model = configure(cell, options, l2=("file",))
+    config = _patient(config)
     memory = PagedMemory(config.layout, model, ROOMY_BLOCKS)
     world = LocalWorld(memory, in_process=cell.servers == 0, l2=options.l2_dir, ballast_bytes=BALLAST_BYTES)
     findings = SharedFindings(world.clock.now_ns)
@@ -140,6 +145,15 @@ async def _climb(cell: MatrixCell, options: LadderOptions, workload: Workload) -
         return rungs
     finally:
         world.close()
+
+
+def _patient(config: StackConfig) -> StackConfig:
+    return replace(
+        config,
+        storage=replace(config.storage, lookup_deadline_ns=PATIENT_NS),
+        connection=replace(config.connection, request_timeout_ns=PATIENT_NS),
+        lookup=replace(config.lookup, lookup_timeout_ns=PATIENT_NS, server_timeout_ns=PATIENT_NS),
+    )
 
 
 async def _climb_patiently(stage: Stage, passes: Sequence[str]) -> list[RungResult]:
