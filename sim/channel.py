@@ -62,14 +62,14 @@ class Channel:
         handle.fifo = self
         self._queue.append(handle)
         if len(self._queue) == 1:
-            self._loop.arm(handle)
+            self._loop.timers.arm(handle)
         return handle
 
     def taken(self, handle: SimHandle) -> None:
         first = self._queue.popleft()
         assert first is handle
         if self._queue:
-            self._loop.arm(self._queue[0])
+            self._loop.timers.arm(self._queue[0])
 
 
 class FutureOrder:

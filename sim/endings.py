@@ -1,9 +1,13 @@
-"""The two ends of a run: what is collected, and how a finished world is cleared away without a sound."""
+"""The two ends of a run: what asyncio and the collector are told, and how a finished world is cleared away without a
+sound."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Generator
+import sys
+from asyncio import events as asyncio_events
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,3 +55,19 @@ def garbage_collected_at_the_ends() -> Generator[None, None, None]:
         gc.collect()
         gc.unfreeze()
         gc.enable()
+
+
+@contextmanager
+def running_mark(
+    loop: asyncio.AbstractEventLoop, generator_dropped: Callable[[Any], None]
+) -> Generator[None, None, None]:
+    """`loop` is the one that runs in this thread; what was marked before is so again afterwards."""
+    outer_loop = asyncio_events._get_running_loop()
+    outer_hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(firstiter=None, finalizer=generator_dropped)
+    asyncio_events._set_running_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio_events._set_running_loop(outer_loop)
+        sys.set_asyncgen_hooks(*outer_hooks)

@@ -6,8 +6,8 @@ Production code runs on it unchanged. Time is an integer number of nanoseconds a
 do at the present instant.
 
     *ready*    entries (`SimHandle`) that may run now, in order of arrival.
-    *timers*   instant -> entries that become ready then. Each instant has one SimPy event, so SimPy's queue orders
-               time and the loop orders what happens at one time.
+    *timers*   instant -> entries that become ready then (`Timers`). SimPy's queue orders time, and the loop orders
+               what happens at one time.
 
 One step of the pump:
 
@@ -41,10 +41,8 @@ The loop holds its processes, the tasks of dead ones until `close`, its streams 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import warnings
-from asyncio import events as asyncio_events
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
@@ -55,7 +53,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from kvcore.errors import CallerError
 from kvcore.sim.channel import Channel, FutureOrder
 from kvcore.sim.deadlock import DeadlockError, report
-from kvcore.sim.endings import dispose, garbage_collected_at_the_ends
+from kvcore.sim.endings import dispose, garbage_collected_at_the_ends, running_mark
 from kvcore.sim.environment import SimEnvironment
 from kvcore.sim.fence import Fence
 from kvcore.sim.outside import NoOutsideLoop, refuse
@@ -63,6 +61,7 @@ from kvcore.sim.process import CURRENT, Incarnation, SimProcess
 from kvcore.sim.schedule import TiePolicy, layered, make_policy
 from kvcore.sim.streams import Streams
 from kvcore.sim.tasks import SimFuture, SimHandle, SimTask
+from kvcore.sim.timers import Timers
 from kvcore.sim.trace import Trace
 
 T = TypeVar("T")
@@ -109,7 +108,7 @@ class SimLoop(NoOutsideLoop):
         self.trace.on_error = self.fail
         self._fenced = fenced
         self._ready: list[SimHandle] = []
-        self._timers: dict[int, list[SimHandle]] = {}
+        self.timers = Timers(self.env, self._ready.append)
         self._future_order = FutureOrder(self._ready.append)
         self._handle_numbers = count(1)
         self._future_numbers = count(1)
@@ -192,7 +191,7 @@ class SimLoop(NoOutsideLoop):
             return handle
         for rule in self.timer_rules:
             rule(handle)
-        self.arm(handle)
+        self.timers.arm(handle)
         return handle
 
     def call_later_ns(
@@ -208,45 +207,8 @@ class SimLoop(NoOutsideLoop):
         if self._closed:
             self._refuse_closed(handle)
         else:
-            self.arm(handle)
+            self.timers.arm(handle)
         return handle
-
-    def arm(self, handle: SimHandle) -> None:
-        """Make the entry ready at its time."""
-        when_ns = handle.when_ns
-        now_ns = self.now_ns()
-        if when_ns <= now_ns:
-            self._ready.append(handle)
-            return
-        due = self._timers.get(when_ns)
-        if due is None:
-            due = self._timers[when_ns] = []
-            event = self.env.timeout(when_ns - now_ns, due)
-            assert event.callbacks is not None
-            event.callbacks.append(self._take_in)
-        due.append(handle)
-
-    def hasten(self, handles: Iterable[SimHandle], by_ns: int) -> None:
-        """Timers that are under way come so much earlier."""
-        for handle in handles:
-            self._timers[handle.when_ns].remove(handle)
-            handle.when_ns -= by_ns
-            self.arm(handle)
-
-    def timers_of(self, process: SimProcess) -> list[SimHandle]:
-        """The timers of asyncio that are under way in the present life of a process."""
-        return [
-            handle
-            for handle in chain(*self._timers.values())
-            if handle.is_timer and not handle.cancelled() and handle._context.get(CURRENT) is process.life
-        ]
-
-    def _take_in(self, event: Any) -> None:
-        """The instant of `event` has come: its timers join what is ready."""
-        del self._timers[self.now_ns()]
-        for handle in event.value:
-            if handle.fifo is not None or not handle.cancelled():
-                self._ready.append(handle)
 
     def after_callback(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function` when the callback that is running has ended, before anything else runs."""
@@ -380,18 +342,13 @@ class SimLoop(NoOutsideLoop):
 
     @contextmanager
     def _running(self) -> Generator[None, None, None]:
-        outer_loop = asyncio_events._get_running_loop()
-        outer_hooks = sys.get_asyncgen_hooks()
         self._thread_id = threading.get_ident()
-        sys.set_asyncgen_hooks(firstiter=None, finalizer=self._generator_dropped)
-        asyncio_events._set_running_loop(self)
         try:
-            yield
+            with running_mark(self, self._generator_dropped):
+                yield
         finally:
             self._stopping = False
             self._thread_id = None
-            asyncio_events._set_running_loop(outer_loop)
-            sys.set_asyncgen_hooks(*outer_hooks)
             self.trace.flush_picks()
 
     def _pump(self, until_idle: bool) -> None:
@@ -454,7 +411,7 @@ class SimLoop(NoOutsideLoop):
     @property
     def nothing_left(self) -> bool:
         """Nothing is left to run, now or later. Looks at every timer."""
-        handles = chain(self._ready, *self._timers.values())
+        handles = chain(self._ready, self.timers)
         return all(handle.cancelled() for handle in handles)
 
     def waits(self, header: str) -> str:
@@ -537,7 +494,7 @@ class SimLoop(NoOutsideLoop):
         self._buried.clear()
         self._waiting.clear()
         self._ready.clear()
-        self._timers.clear()
+        self.timers.clear()
         self._future_order.clear()
         self._disposing = False
 

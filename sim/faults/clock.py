@@ -111,10 +111,10 @@ def draw_step(stream: RandomStream, shape: Shape) -> list[FaultEvent]:
 
 def begin_step(scene: Scene, event: FaultEvent) -> None:
     scene.world.process_clocks.skew(event.target, lambda now_ns: event.amount)
-    timers = scene.loop.timers_of(scene.world.process(event.target))
+    timers = scene.loop.timers.of(scene.world.process(event.target))
     if timers:
         scene.fired(event)
-        scene.loop.hasten(timers, event.amount)
+        scene.loop.timers.hasten(timers, event.amount)
 
 
 def draw_drift(stream: RandomStream, shape: Shape) -> list[FaultEvent]:
