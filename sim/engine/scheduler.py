@@ -48,6 +48,7 @@ from kvcore.groups import CacheLayout
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
 from kvcore.sim.engine.config import EngineConfig, EngineStats, Policy
 from kvcore.sim.engine.holds import HeldBlocks, HoldReason
+from kvcore.sim.engine.loads import AsyncLoads, held_among
 from kvcore.sim.engine.probe import EngineProbe
 from kvcore.sim.engine.request import Request, RequestSpec, Status
 from kvcore.sim.engine.step import StepEntry, StepOutput, StepPlan, step_view
@@ -82,11 +83,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._loading: dict[str, Request] = {}
-        self._loaded: dict[str, Request] = {}
+        self._loads = AsyncLoads(self.tables, config.policy)
         self._prefilling: dict[str, Request] = {}  # admitted, prompt not yet computed; loading ones included
-        self._load_starts: dict[str, int] = {}
-        self._loads_begun = 0
         self._held = HeldBlocks(self.tables)
         self._budget = 0
         self._forced = 0
@@ -121,7 +119,7 @@ class Scheduler:
     @property
     def waits_for_connector(self) -> bool:
         """Nothing to run now, but a connector's report can change that."""
-        return bool(self._loading or self._held or (self._waiting and self._connector is not None))
+        return bool(self._loads.loading or self._held or (self._waiting and self._connector is not None))
 
     def in_use(self, request_id: str) -> bool:
         """A request of this id has not ended, or its blocks are still read or written."""
@@ -297,7 +295,7 @@ class Scheduler:
     def _admit_loaded(self, plan: StepPlan) -> None:
         """In order, up to the first that does not fit. Where nobody runs, it is passed over: by priority it may be the
         one for whom nothing was reserved, and only the end of a later one makes room for it."""
-        for request in sorted(self._loaded.values(), key=self._loaded_order):
+        for request in self._loads.loaded:
             new_blocks = self._blocks_for_loaded(request)
             if new_blocks is None and plan.entries:
                 return
@@ -316,17 +314,11 @@ class Scheduler:
         if self._connector is not None:
             self._connector.after_alloc(request.view(), request.block_table(), 0)
         plan.fresh.extend(block for blocks in new_blocks for block in blocks)
-        del self._loaded[request.request_id]
+        self._loads.admit(request)
         self._start(plan, request, count, new_blocks)
 
-    def _loaded_order(self, request: Request) -> tuple[int, int]:
-        """By the policy; FCFS here means in the order in which the loads began."""
-        if self._config.policy is Policy.PRIORITY:
-            return request.order
-        return self._load_starts[request.request_id], 0
-
     def _admit_waiting(self, plan: StepPlan) -> None:
-        if self._loaded:
+        if self._loads.loaded:
             return  # admission has ended, or there is no room
         index = 0
         while index < len(self._waiting) and self._has_room():
@@ -393,11 +385,8 @@ class Scheduler:
         if self._connector is not None:
             self._connector.after_alloc(request.view(), request.block_table(), external)
         if load_async:
-            request.status = Status.LOADING
-            self._loading[request.request_id] = request
+            self._loads.begin(request)
             self._prefilling[request.request_id] = request
-            self._load_starts[request.request_id] = self._loads_begun
-            self._loads_begun += 1
         else:
             self._start(plan, request, count, new_blocks)
         return True
@@ -446,10 +435,9 @@ class Scheduler:
         failed: dict[str, None] = {}
         if not error_blocks:
             return failed
-        for request in self._loading.values():
-            request.bad_blocks.update(dict.fromkeys(block for block in sorted(error_blocks) if _holds(request, block)))
+        self._loads.note_errors(sorted(error_blocks))
         for request in list(self._running):
-            bad = [block for block in sorted(error_blocks) if _holds(request, block)]
+            bad = held_among(request, sorted(error_blocks))
             if bad:
                 failed[request.request_id] = None
                 self._rewind(request, bad)
@@ -480,25 +468,18 @@ class Scheduler:
         if request_id in self._held:
             self._held.drop(request_id, HoldReason.LOADING)
             return
-        request = self._loading.pop(request_id, None)
-        if request is None:
-            return  # a connector may report a load that was given up already
-        promised = request.computed
-        bad = [block for block in request.bad_blocks if _holds(request, block)]
-        if not failed and not bad:
-            valid = promised
-            self._probe.load_ended(request_id, valid, promised)
+        end = self._loads.received(request_id, failed)
+        if end is None:
+            return
+        request, valid, whole = end
+        if whole:
+            self._probe.load_ended(request_id, valid, valid)
         else:
-            valid = self.tables.valid_prefix(request, bad) if bad else (request.local if self._groups == 1 else 0)
-            valid = min(valid, promised)
             self._load_failed(request, valid)
-        request.bad_blocks.clear()
         if valid == 0:
             self._back_to_waiting(request)
             return
         request.computed = valid
-        request.status = Status.LOADED
-        self._loaded[request_id] = request
         self._publish(request)
 
     def _end(self, request: Request) -> None:
@@ -509,10 +490,8 @@ class Scheduler:
             self._running.remove(request)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)
-        elif self._loading.pop(request_id, None) is not None:
+        elif self._loads.drop(request):
             reasons.append(HoldReason.LOADING)
-        else:
-            del self._loaded[request_id]
         request.status = Status.ENDED
         del self._requests[request_id]
         self._prefilling.pop(request_id, None)
@@ -531,14 +510,10 @@ class Scheduler:
     def describe(self) -> str:
         return (
             f"step {self._step}: {len(self._waiting)} waiting, {len(self._running)} running,"
-            f" {len(self._loading)} loading, {len(self._loaded)} loaded,"
+            f" {len(self._loads.loading)} loading, {len(self._loads.loaded)} loaded,"
             f" {len(self._held)} ended with held blocks, {self.pool.free_count} free blocks"
         )
 
     def _count(self, **increments: int) -> None:
         for name, increment in increments.items():
             self._counters[name] += increment
-
-
-def _holds(request: Request, block: int) -> bool:
-    return any(block in table.ids for table in request.tables)

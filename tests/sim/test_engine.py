@@ -17,6 +17,7 @@ from kvcore.ports import Copy, CopyEngine, DeviceEvent
 from kvcore.sim.engine import Engine, EngineConfig, EngineStats, NullProbe, PagedMemory, Policy, RequestSpec
 from kvcore.sim.engine.block_pool import BlockNames
 from kvcore.sim.engine.device import POISON
+from kvcore.sim.engine.request import Status
 from kvcore.sim.engine.scheduler import Scheduler
 from kvcore.sim.engine.step import StepOutput
 from kvcore.sim.loop import SimLoop
@@ -554,7 +555,7 @@ def test_aborts_at_any_moment_leave_nothing_behind(kind: str, load_async: bool) 
             for turn in range(40):
                 for victim, delay in zip(victims, delays, strict=True):
                     if delay == turn:
-                        aborted_loading += victim in rig.engine.scheduler._loading
+                        aborted_loading += victim in rig.engine.scheduler.open_requests(Status.LOADING)
                         rig.engine.abort(victim)
                 target = rig.engine.statistics().steps + 1
                 while not serving.done() and rig.engine.statistics().steps < target:
