@@ -108,6 +108,7 @@ def _new_result(rung: StormRung, options: StormOptions) -> StormResult:
     kinds = chosen_kinds(rung.planes)
     marks = all_marks()
     large = rung.marks and options.cases >= SIZE_FOR_RATES
+    wanted = [mark.name for mark in marks.values() if mark.common and mark.seeds <= options.cases]
     return StormResult(
         rung.rung,
         rung.name,
@@ -116,7 +117,7 @@ def _new_result(rung: StormRung, options: StormOptions) -> StormResult:
         kinds=tuple(kind.name for kind in kinds if kind.common),
         floors=rung.floors,
         marks_total=len(marks),
-        marks_wanted=tuple(mark.name for mark in marks.values() if mark.common) if large else (),
+        marks_wanted=tuple(wanted) if large else (),
     )
 
 
@@ -187,9 +188,12 @@ def _run_wave(
 def _ranges(
     wave: Sequence[Stretch], options: StormOptions, results: dict[str, StormResult]
 ) -> Iterator[tuple[int, int]]:
+    """Seed by seed: a rung that has failed ends there, and no process is left alone with a long stretch."""
     for stretch in wave:
-        if len(results[stretch.rung].failures) < options.failures_max:
-            yield stretch.first, stretch.count
+        for seed in range(stretch.first, stretch.first + stretch.count):
+            if len(results[stretch.rung].failures) >= options.failures_max:
+                break
+            yield seed, 1
 
 
 def _run_here(ranges: Iterator[tuple[int, int]], task: StormTask) -> Iterator[Record]:
