@@ -29,8 +29,12 @@ DIED_STORED_INTO = sometimes("process.server_died_storing", "a server died while
 DIED_READ_FROM = sometimes("process.server_died_reading", "a server died while workers read its memory")
 DIED_ASKED = sometimes("process.server_died_asked", "a process died while requests had no reply", common=True)
 DIED_COPYING = sometimes("process.worker_died_copying", "a worker died with stores or loads under way")
-DIED_COPIED = sometimes("process.worker_died_copied", "a worker died while a server copied its pages", common=True)
-DIED_COPIER = sometimes("process.server_died_copying", "a server died while it copied a worker's pages", common=True)
+DIED_COPIED = sometimes(
+    "process.worker_died_copied", "a worker died while a server copied its pages", common=True, seeds=1_000
+)
+DIED_COPIER = sometimes(
+    "process.server_died_copying", "a server died while it copied a worker's pages", common=True, seeds=1_000
+)
 DIED_LEASING = sometimes("process.scheduler_died_leasing", "the scheduler died with sessions open", common=True)
 REAPED = sometimes("worker.reaped", "a worker was silent for too long with something open")
 OUTLIVED = sometimes("prefetch.load_outlived_first", "a load went on for another when who began it had left")

@@ -11,7 +11,9 @@ Whoever watches a run hits the marks: the oracles, subscribers of the trace, the
 components' own statistics. The production code knows nothing of them. A hit takes no part in the run: it is no trace
 event, draws nothing and decides nothing.
 
-`common`: a swarm of some hundred seeds reaches it; unseen, the swarm fails. The others are counted and reported.
+`common`: a swarm of `seeds` seeds reaches it, whichever seeds they are; unseen, such a swarm fails. The others are
+counted and reported. A share p of all seeds is missed by n of them with probability (1 - p)^n: `seeds` is to be so
+large that this is less than one in a thousand.
 
 Who holds: the module that makes a mark holds it for ever; `Findings.sometimes` holds the counts of one run.
 """
@@ -31,18 +33,19 @@ class Mark:
     name: str
     about: str
     common: bool
+    seeds: int
 
 
 _MARKS: dict[str, Mark] = {}  # every module's marks, in the order of import; only `sometimes` writes it
 
 
-def sometimes(name: str, about: str, *, common: bool = False) -> Mark:
+def sometimes(name: str, about: str, *, common: bool = False, seeds: int = 200) -> Mark:
     """Register a mark. `CallerError` for a name that is taken or has no plane ("plane.what"), or without a sentence."""
     if name in _MARKS:
         raise CallerError(f"there is a mark {name!r} already: {_MARKS[name].about}")
     if not all(name.partition(".")) or not about.strip():
         raise CallerError(f"a mark needs a name 'plane.what' and a sentence, not {name!r}, {about!r}")
-    mark = _MARKS[name] = Mark(name, about, common)
+    mark = _MARKS[name] = Mark(name, about, common, seeds)
     return mark
 
 
@@ -68,10 +71,16 @@ class Sometimes:
         return dict(sorted((mark.name, count) for mark, count in self._counts.items()))
 
 
-def unseen(counts: Mapping[str, int], marks: Iterable[Mark] | None = None, *, common: bool = True) -> list[str]:
-    """The marks that `counts` lacks, in order; only the common ones unless told otherwise."""
+def unseen(
+    counts: Mapping[str, int], marks: Iterable[Mark] | None = None, *, common: bool = True, seeds: int | None = None
+) -> list[str]:
+    """The marks that `counts` lacks, in order; only the common ones unless told otherwise.
+
+    `seeds`: only those that a swarm of so many has met.
+    """
     known = _MARKS.values() if marks is None else marks
-    return sorted(mark.name for mark in known if (mark.common or not common) and not counts.get(mark.name))
+    asked = [mark for mark in known if (mark.common or not common) and (seeds is None or mark.seeds <= seeds)]
+    return sorted(mark.name for mark in asked if not counts.get(mark.name))
 
 
 def report(counts: Mapping[str, int]) -> dict[str, int | list[str]]:

@@ -123,7 +123,7 @@ class SwarmResult:
         return [name for name in common + config if not self.fired.get(name)]
 
     def _unseen(self) -> list[str]:
-        return [] if self.options.task.restricted else unseen(self.marks, all_marks().values())
+        return [] if self.options.task.restricted else unseen(self.marks, all_marks().values(), seeds=self.seeds)
 
     # ---- for readers
 

@@ -98,11 +98,11 @@ _SERVER: Table = {
 _PAGES: Table = {
     "cells_stored": sometimes("server.copied_out", "a server copied a cell out of a worker's pages", common=True),
     "cells_retrieved": sometimes("server.copied_in", "a server copied a cell into a worker's pages", common=True),
-    "cells_cancelled": sometimes("server.copy_cancelled", "a server's copy ended before it had begun", common=True),
+    "cells_cancelled": sometimes("server.copy_cancelled", "a server's copy ended before it had begun"),
     "cells_failed": sometimes("server.copy_failed", "a server could not copy a worker's pages", common=True),
 }
 _ERRORS: Table = {
-    "duplicate": sometimes("server.duplicate", "a server was sent a request a second time", common=True),
+    "duplicate": sometimes("server.duplicate", "a server was sent a request a second time", common=True, seeds=500),
     "stale_incarnation": sometimes(
         "server.stale_incarnation", "a request was meant for an earlier life of a server", common=True
     ),
@@ -118,7 +118,7 @@ _CONNECTOR: Table = {
 _WORKER: Table = {
     "stores_cancelled": sometimes("worker.store_cancelled", "a fence took cells from a store", common=True),
     "fences_waited": sometimes("worker.fence_waited", "a fence waited for a copy", common=True),
-    "loads_failed": sometimes("worker.load_failed", "a load ended without some of its cells", common=True),
+    "loads_failed": sometimes("worker.load_failed", "a load ended without some of its cells", common=True, seeds=500),
     "copies_refused": sometimes("worker.copy_refused", "the device did not take a copy"),
 }
 

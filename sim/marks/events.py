@@ -37,7 +37,9 @@ POWER_LOST = sometimes("files.power_lost", "unflushed files were torn by a power
 WORK_UNKNOWN = sometimes("l2.work_unknown", "blocking work was done and reported as timed out")
 SERVER_DIED = sometimes("process.server_died", "a server died", common=True)
 SCHEDULER_DIED = sometimes("process.scheduler_died", "the scheduler died", common=True)
-ITEMS_APART = sometimes("keys.items_apart", "prompts that look alike differ in a multimodal item", common=True)
+ITEMS_APART = sometimes(
+    "keys.items_apart", "prompts that look alike differ in a multimodal item", common=True, seeds=500
+)
 WORKER_DIED = sometimes("process.worker_died", "a worker died", common=True)
 ALL_DIED = sometimes("process.all_died", "the one process of an in-process cache died")
 DIED_RECOVERING = sometimes(

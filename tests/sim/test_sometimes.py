@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_a_swarm_is_told_which_common_marks_it_has_not_seen() -> None:
         "l1.loser_discarded",
         "l1.loser_leased_resident",
     ]
+    rarer = replace(LOSER_DISCARDED, seeds=500)
+    assert [unseen({}, [rarer], seeds=seeds) for seeds in (200, 499, 500)] == [[], [], ["l1.loser_discarded"]]
     told = report(counts)
     assert (told["hit"], told["total"]) == (2, len(registered()))
     assert told["unseen"] == unseen(counts)
