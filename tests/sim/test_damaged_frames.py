@@ -18,15 +18,21 @@ SECOND = (CaseRequest("s0", (1000, 1001), 1, 2),)
 
 
 class Damage:
-    """Of the requests of one type, two in three arrive with a byte too many: sometimes the repetition as well."""
+    """Of the requests of one type, two in three arrive with a byte too many: sometimes the repetition as well.
+
+    Until the second workload begins, in which nothing may fail.
+    """
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
+        self._episode: Episode | None = None
         self._seen = 0
         self.damaged = 0
 
     def __call__(self, client: str, to_server: bool, letters: Sequence[Letter]) -> Sequence[Letter]:
-        if not to_server or not isinstance(read_request(letters[0].payload), self._kind):
+        assert self._episode is not None
+        over = self._episode._faults_ended_ns > 0
+        if over or not to_server or not isinstance(read_request(letters[0].payload), self._kind):
             return letters
         self._seen += 1
         if self._seen % 3 == 0:
@@ -35,6 +41,7 @@ class Damage:
         return [Letter(letter.payload + b"\0", letter.delay_ns) for letter in letters]
 
     def watch(self, episode: Episode) -> None:
+        self._episode = episode
         episode.world.network.add_rule(self)
 
 

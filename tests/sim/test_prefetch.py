@@ -382,6 +382,27 @@ def test_a_failed_cell_ends_the_wait_for_loads_that_cannot_help_any_more(rig_of:
     rig_of(0, adapters=("a", "b"), automatic=False).run(scenario)
 
 
+def test_a_failed_cell_does_not_end_the_wait_for_loads_in_front_of_it(rig_of: RigOf) -> None:
+    async def scenario(rig: Any) -> None:
+        keys = rig.keys(4)
+        rig.fill_l2(rig.a, keys[:2])
+        rig.fill_l2(rig.b, keys[2:])
+        rig.b.lose = {keys[3]}
+        job = rig.start(4)
+        rig.a.finish_lookup()
+        rig.b.finish_lookup()
+        await rig.pause()
+        rig.b.finish_load()
+        await rig.pause()
+        assert job.state.name == "PENDING", "two chunks are still on their way, and the third is there"
+        rig.a.finish_load()
+        await job.wait()
+        assert rig.best(job) == 3
+        rig.read(job, 3)
+
+    rig_of(0, adapters=("a", "b"), automatic=False).run(scenario)
+
+
 def test_no_space_after_admission_is_a_shorter_hit_and_never_a_wait(rig_of: RigOf) -> None:
     """R36: room for 8 cells, 6 of them pinned."""
 
