@@ -731,6 +731,7 @@ def test_a_server_that_has_its_cells_already_costs_the_other_servers_nothing() -
         assert await world.store(0, 1, one_each[:1]) == [Answer.PUBLISHED]
         answers = await world.store(0, 2, one_each)
         assert answers[1:] == [Answer.PUBLISHED, Answer.PUBLISHED]
+        assert world.workers[0].statistics().cells_committed == 3, "what was there already is not counted again"
         for server, chunk_hash in enumerate(one_each):
             l1 = world.nodes[server].l1
             (key,) = l1.resident_keys()

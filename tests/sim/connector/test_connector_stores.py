@@ -216,6 +216,28 @@ def test_a_store_that_is_still_asking_gives_way_at_once(desk_of: DeskOf) -> None
     desk_of(in_process=False).run(scenario)
 
 
+def test_blocks_that_a_load_still_writes_are_fenced_whoever_gave_them_away(desk_of: DeskOf) -> None:
+    """No engine that keeps its rules does so; the next owner's KV must not be overwritten all the same."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("q1", 64)
+        second = desk.job("q2", 65)
+        desk.admit(second, await desk.ask(second))
+        await desk.step()
+        assert desk.workers[0].idle is False, "the load is under way"
+        thief = await take_blocks(desk, second.tables)
+        state = desk.workers[0].statistics()
+        assert state.fences_waited + state.loads_cancelled > 0
+        await desk.settle()
+        assert desk.right(thief, 64)
+        for job in (second, thief):
+            desk.finish(job)
+        await desk.settle()
+        await desk.step()
+
+    desk_of(page_ns=SLOW, load_async=True).run(scenario)
+
+
 def test_a_block_that_left_the_window_is_waited_for_while_its_request_runs_on(desk_of: DeskOf) -> None:
     """R61: blocks are fenced by id, whoever had them; nobody would store these cells again, so the fence waits."""
 
