@@ -262,8 +262,7 @@ class Wire:
             raise TimeoutError("the server did not answer in time") from None
 
     def _bound(self, direction: int, bound_s: float) -> None:
-        seconds, rest_s = divmod(bound_s, 1)
-        value = _TIMEVAL.pack(int(seconds), int(rest_s * _US_PER_S) + 1)  # 0 would be no bound at all
+        value = _TIMEVAL.pack(*divmod(int(bound_s * _US_PER_S) + 1, _US_PER_S))  # 0 would be no bound at all
         self._socket.setsockopt(socket.SOL_SOCKET, direction, value)
         self._bounds_s[direction] = bound_s
 

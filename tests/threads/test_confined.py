@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "IndexedAdapter.pop_completed_stores": lambda it: it.adapter.pop_completed_stores(),
     "IndexedAdapter.delete": lambda it: it.adapter.delete([]),
     "IndexedAdapter.close": lambda it: it.adapter.close(),
-    "IndexedAdapter, the end of a piece of work": lambda it: it.adapter._ended(print, None),
+    "IndexedAdapter, the end of a piece of work": lambda it: it.adapter._runner._ended(print, print, None),
     "Connection.request": lambda it: it.connection.request(wire.Ping("w"), print),
     "Connection.owe": lambda it: it.connection.owe("key", wire.Ping("w")),
     "Connection.close": lambda it: it.connection.close(),
@@ -152,10 +152,10 @@ def test_the_cache_works_on_as_if_nothing_had_been_tried(everything: Everything)
 def test_results_of_blocking_work_come_on_the_loop(everything: Everything, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter's work runs in other threads; what it hands back arrives on the loop's."""
     worked, ended = set(), set()
-    backend, adapter = everything.adapter._backend, everything.adapter
-    read, end = backend.read, adapter._ended
+    backend, runner = everything.adapter._backend, everything.adapter._runner
+    read, end = backend.read, runner._ended
     monkeypatch.setattr(backend, "read", lambda *given: (worked.add(threading.get_ident()), read(*given))[1])
-    monkeypatch.setattr(adapter, "_ended", lambda *given: (ended.add(threading.get_ident()), end(*given))[1])
+    monkeypatch.setattr(runner, "_ended", lambda *given: (ended.add(threading.get_ident()), end(*given))[1])
     everything.cache.drop_l1()
     assert everything.cache.lookup(TOKENS) == len(TOKENS)
     assert ended == {everything.cache._thread._thread.ident}

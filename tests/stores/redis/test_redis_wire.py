@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from kvcore.l2 import redis_wire
 from kvcore.l2.redis_wire import Deadline, Wire
 from kvcore.runtime.clock import SystemClock
 
@@ -29,6 +30,13 @@ def ends(request):
     yield wire, theirs
     wire.close()
     theirs.close()
+
+
+class Still:
+    """A clock that stands."""
+
+    def now_ns(self):
+        return 0
 
 
 def deadline(seconds):
@@ -76,3 +84,11 @@ def test_a_peer_that_says_nothing_is_given_up_also_after_a_longer_deadline(ends)
     assert wire.answer(deadline(PATIENCE_S)) == "OK"
     with pytest.raises(TimeoutError):
         wire.answer(deadline(SHORT_S))
+
+
+@pytest.mark.parametrize("whole_s", [1, 2, 20, 21])
+def test_a_bound_just_below_a_whole_second_is_none_that_the_system_refuses(ends, whole_s):
+    """A thousandth of a millisecond there rounds up to the next second."""
+    wire, theirs = ends
+    theirs.sendall(b"+OK\r\n")
+    assert wire.answer(Deadline(Still(), (whole_s - 5e-7) / redis_wire._LATE)) == "OK"
