@@ -92,7 +92,7 @@ def test_a_climb_that_proved_nothing_fails_and_says_so(
     assert [rung["verdict"] for rung in data["rungs"]] == ["pass", "pass", "fail"]
     assert data["rungs"][-1]["mismatches"] == 0
     assert data["rungs"][-1]["stores_verified"] == 0
-    assert all("nowhere in the cache" in problem for problem in data["rungs"][-1]["problems"])
+    assert "nowhere in the cache" in data["rungs"][-1]["problems"][0]
 
 
 def test_the_reproducing_line_reproduces(capsys: pytest.CaptureFixture[str]) -> None:
