@@ -9,7 +9,6 @@ the sums of its parts after every call that can change them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvcore.ports import Tracer
 from kvcore.quota import Quota
 from kvcore.sim.marks.l1 import L1Marks
 from kvcore.sim.oracles.findings import Findings
+from kvcore.sim.oracles.quota import over_quota
 from kvcore.sim.oracles.truth import Truth
 
 _DONE_WRITING = (Answer.PUBLISHED, Answer.DISCARDED, Answer.MISMATCH)
@@ -100,13 +100,12 @@ class WatchedL1(L1Cache):
 
     def _check_eviction(self, slots: list[Slot], keys: Sequence[ObjectKey], sizes: int | Sequence[int]) -> None:
         """No more than was asked for; and while there is room, only of the tenant that has reached its limit."""
-        wanted = sizes * len(keys) if isinstance(sizes, int) else sum(sizes)
-        room = sum(self._arena.extent(size) for size in ([sizes] * len(keys) if isinstance(sizes, int) else sizes))
-        if sum(slot.extent for slot in slots[:-1]) >= room:
-            self._report("lost", f"{len(slots)} objects were evicted for {len(keys)} of {wanted} bytes")
-        longest = max([sizes] if isinstance(sizes, int) else sizes)
+        wanted = [sizes] * len(keys) if isinstance(sizes, int) else sizes
+        extents = [self._arena.extent(size) for size in wanted]
+        if sum(slot.extent for slot in slots[:-1]) >= sum(extents):
+            self._report("lost", f"{len(slots)} objects were evicted for {len(keys)} of {sum(wanted)} bytes")
         tenants = {key.cache_salt for key in keys}
-        if self._arena.largest_free >= self._arena.extent(longest) and len(tenants) == 1:
+        if self._arena.largest_free >= max(extents) and len(tenants) == 1:
             others = [slot for slot in slots if slot.key.cache_salt not in tenants]
             if others:
                 self._report("lost", f"{len(others)} objects of other tenants were evicted although there was room")
@@ -340,15 +339,9 @@ class WatchedL1(L1Cache):
 
     def _check_quota(self) -> None:
         """No tenant has more than its share."""
-        if self._quota is None:
-            return
-        held: Counter[str] = Counter()
-        for slot in (each for each in self._handed_out if each.state is not SlotState.FREE):
-            held[slot.key.cache_salt] += slot.extent
-        for salt, size in held.items():
-            limit = self._quota.limit_of(salt)
-            if limit is not None and size > limit:
-                self._report("quota", f"tenant {salt!r} has {size} bytes, its limit is {limit}")
+        slots = (slot for slot in self._handed_out if slot.state is not SlotState.FREE)
+        for text in over_quota(self._quota, ((slot.key.cache_salt, slot.extent) for slot in slots)):
+            self._report("quota", text)
 
     # ---- helpers
 

@@ -9,7 +9,7 @@ must say the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvcore.keys import ObjectKey
@@ -20,6 +20,7 @@ from kvcore.ports import Notice, Tracer
 from kvcore.quota import Quota
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.l1 import LoadBook
+from kvcore.sim.oracles.quota import over_quota
 from kvcore.sim.oracles.truth import Truth
 
 COUNTED = ("lookups", "lookup_hits", "loads", "load_hits", "stored", "retry", "bytes_in", "bytes_out")
@@ -191,19 +192,15 @@ class WatchedAdapter:
             index.check()
         except AssertionError as error:
             self._findings.report("memory", f"L2 {self.name}: the index's own check failed: {error}")
-        if self._quota is None:
-            return
-        held: Counter[str] = Counter()
+        for text in over_quota(self._quota, self._record_sizes(index)):
+            self._findings.report("quota", f"L2 {self.name}: {text}")
+
+    def _record_sizes(self, index: Index) -> Iterator[tuple[str, int]]:
+        """With the tenant of each."""
         for key in self.keys():
             entry = index.get(key)
             assert entry is not None
-            held[key.cache_salt] += entry.record_bytes
-        for salt, size in held.items():
-            limit = self._quota.limit_of(salt)
-            if limit is not None and size > limit:
-                self._findings.report(
-                    "quota", f"L2 {self.name}: tenant {salt!r} has {size} bytes, its limit is {limit}"
-                )
+            yield key.cache_salt, entry.record_bytes
 
     def _check_counts(self) -> None:
         statistics = self.own_statistics()
