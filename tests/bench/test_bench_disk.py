@@ -19,7 +19,6 @@ KVCORE_PEERS_PYTHON names an interpreter. Without it that comparison is skipped 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import subprocess
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.bench.figures import median
 from kvcore.keys import ObjectKey
 from kvcore.l2 import fs, slab
 from kvcore.l2.adapter import StoreAnswer
@@ -38,25 +38,14 @@ from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.files import OsFiles
 from kvcore.runtime.notice import EventfdNotice
 
+pytestmark = pytest.mark.usefixtures("collector")
+
 PAIRS = 7
 COUNTS = {2 << 20: 32, 64 << 10: 512}
 BARS = {("slab", 2 << 20): 0.80, ("slab", 64 << 10): 0.60, ("fs", 2 << 20): 0.80}
 BAR_OVER_PEER = 1.5
 PEER_PYTHON = os.environ.get("KVCORE_PEERS_PYTHON") or str(Path(__file__).parents[2] / ".venv-peers/bin/python")
 PEER_PATIENCE_S = 120
-COLLECT_AFTER = (10_000, 20, 20)  # as the server has it
-
-
-@pytest.fixture(autouse=True)
-def collector():
-    before = gc.get_threshold()
-    gc.set_threshold(*COLLECT_AFTER)
-    yield
-    gc.set_threshold(*before)
-
-
-def median(values):
-    return sorted(values)[len(values) // 2]
 
 
 def now():

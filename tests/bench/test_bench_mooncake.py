@@ -17,7 +17,6 @@ takes root: without it this is skipped loudly, and fails where CI=true.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.util
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcore.bench.figures import median
 from kvcore.keys import ObjectKey
 from kvcore.l2.adapter import StoreAnswer
 from kvcore.l2.mooncake import open_backend
@@ -34,10 +34,11 @@ from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.executor import ThreadExecutor
 from kvcore.runtime.notice import EventfdNotice
 
+pytestmark = pytest.mark.usefixtures("collector")
+
 PAIRS = 7
 COUNTS = {2 << 20: 32, 64 << 10: 512}
 BAR = 0.80
-COLLECT_AFTER = (10_000, 20, 20)  # as the server has it
 _MODULE = "kvcore_bench_mooncake_cluster"
 
 
@@ -71,18 +72,6 @@ def cluster(tmp_path, absent):
         cluster.stop()
         namespace.leave()
         namespace.close()
-
-
-@pytest.fixture(autouse=True)
-def collector():
-    before = gc.get_threshold()
-    gc.set_threshold(*COLLECT_AFTER)
-    yield
-    gc.set_threshold(*before)
-
-
-def median(values):
-    return sorted(values)[len(values) // 2]
 
 
 class Adapter:

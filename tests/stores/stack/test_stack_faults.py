@@ -53,6 +53,14 @@ def is_used_again(stack):
     assert stack.guards().breaker_state == "closed"
 
 
+def has_come_back_empty(stack):
+    """What the store had is gone; what is stored from now on is found."""
+    stack.until(lambda reply: stack.guards().breaker_state == "closed")
+    assert stack.request().chunks == 0
+    stack.fill()
+    is_used_again(stack)
+
+
 class Refusing:
     """A port that had a listener: whoever connects is refused."""
 
@@ -102,10 +110,7 @@ def test_a_redis_that_refuses_and_comes_back_empty(valkey, stack):
     goes_cold(one)
     asks_again_by_itself(one)
     fault.heal()
-    one.until(lambda reply: one.guards().breaker_state == "closed")
-    assert one.request().chunks == 0
-    one.fill()
-    is_used_again(one)
+    has_come_back_empty(one)
 
 
 def test_a_redis_that_restarts_between_two_requests_costs_no_error(valkey, stack):
@@ -225,10 +230,7 @@ def test_a_memory_pool_that_stands_still_and_later_dies(pool, stack, stand_still
     pool.kill()
     goes_cold(one)
     pool.start()
-    one.until(lambda reply: one.guards().breaker_state == "closed")
-    assert one.request().chunks == 0
-    one.fill()
-    is_used_again(one)
+    has_come_back_empty(one)
 
 
 def test_a_file_system_that_hangs(mounts, tmp_path, stack):
