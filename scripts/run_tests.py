@@ -10,11 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+STORM_RUNGS = "tests/ladder/test_storm_rungs.py"  # the swarm under another name
+STEAL = ("--dist", "worksteal")  # where single tests take half a minute: nobody idles while another has a list of them
+
 PARTS = (
     ("unit + machines", ["tests/unit", "tests/machines", "tests/threads"]),
     ("conformance", ["tests/conformance"]),
     ("simulation", ["tests/sim"]),
-    ("swarm", ["tests/quality/test_swarm.py", "tests/quality/test_sweeps.py"]),
+    ("swarm", [*STEAL, "tests/quality/test_swarm.py", "tests/quality/test_sweeps.py", STORM_RUNGS]),
     ("zoo", ["tests/quality/test_zoo.py"]),
     (
         "quality",
@@ -25,7 +28,7 @@ PARTS = (
             "--ignore-glob=*/test_zoo.py",
         ],
     ),
-    ("ladder", ["tests/ladder"]),
+    ("ladder", [*STEAL, "tests/ladder", f"--ignore={STORM_RUNGS}"]),
     ("service", ["tests/service"]),
     ("stores", ["tests/stores"]),
     ("device", ["tests/device"]),
