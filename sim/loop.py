@@ -56,6 +56,7 @@ from kvcore.sim.deadlock import DeadlockError, report
 from kvcore.sim.endings import dispose, garbage_collected_at_the_ends, running_mark
 from kvcore.sim.environment import SimEnvironment
 from kvcore.sim.fence import Fence
+from kvcore.sim.livelock import LivelockError, Standstill
 from kvcore.sim.outside import NoOutsideLoop, refuse
 from kvcore.sim.process import CURRENT, Incarnation, SimProcess
 from kvcore.sim.schedule import TiePolicy, layered, make_policy
@@ -70,13 +71,8 @@ Ts = TypeVarTuple("Ts")
 NS_PER_SECOND = 1_000_000_000
 _NEVER = float("inf")
 _HOUSEKEEPING_MASK = 0xFFF  # every 4,096 callbacks
-_CALLBACKS_AT_ONE_INSTANT_MAX = 2_000_000
 
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
-
-
-class LivelockError(RuntimeError):
-    """Time stands still: code runs on and on at one instant."""
 
 
 class SimLoop(NoOutsideLoop):
@@ -96,11 +92,10 @@ class SimLoop(NoOutsideLoop):
         self.trace = Trace() if trace is None else trace
         self.callbacks_run = 0
         self.explanations: list[Callable[[], Iterable[str]]] = []  # more lines for the reports of who waits for what
-        if isinstance(schedule, str):
-            given: TiePolicy = make_policy(schedule, self.streams["schedule"], change_points)
-        else:
-            given = schedule
-        self.policy, self.layers = layered(given)
+        chosen = schedule
+        if isinstance(chosen, str):
+            chosen = make_policy(chosen, self.streams["schedule"], change_points)
+        self.policy, self.layers = layered(chosen)
         self.timer_rules: list[Callable[[SimHandle], None]] = []  # each may move a timer of asyncio's when it is set
         ties = None if schedule == "fifo" else self.streams["schedule.simpy"]
         self.env = SimEnvironment(start_ns, ties)
@@ -123,8 +118,7 @@ class SimLoop(NoOutsideLoop):
         self._closed = False
         self._disposing = False
         self._has_failed = False
-        self._instant_began = 0  # callbacks_run when time last moved, checked in housekeeping
-        self._instant_ns = start_ns
+        self._standstill = Standstill(start_ns)
 
     # Time
 
@@ -244,8 +238,8 @@ class SimLoop(NoOutsideLoop):
             raise RuntimeError("Event loop is closed")
         if context is None:
             context = copy_context()
-        incarnation = context.get(CURRENT)
-        return SimTask(coro, self, name, context, next(self._future_numbers), incarnation)  # type: ignore[arg-type]
+        number, incarnation = next(self._future_numbers), context.get(CURRENT)
+        return SimTask(coro, self, name, context, number, incarnation)  # type: ignore[arg-type]
 
     def process(self, name: str) -> SimProcess:
         """Start a simulated process. Names are unique in a run."""
@@ -395,24 +389,18 @@ class SimLoop(NoOutsideLoop):
 
     def _housekeeping(self) -> None:
         self.trace.flush_picks()
-        if self.now_ns() != self._instant_ns:
-            self._instant_ns = self.now_ns()
-            self._instant_began = self.callbacks_run
-        elif self.callbacks_run - self._instant_began > _CALLBACKS_AT_ONE_INSTANT_MAX:
-            header = f"{_CALLBACKS_AT_ONE_INSTANT_MAX} callbacks have run at {self.now_ns()} ns: time stands still"
-            self.fail(LivelockError(self.waits(header)))
+        if self._standstill.lasts(self.now_ns(), self.callbacks_run):
+            self.fail(LivelockError(self.waits(f"callbacks run on and on at {self.now_ns()} ns: time stands still")))
 
     def _deadlock(self) -> None:
-        main = self._main
-        name = main.get_name() if isinstance(main, asyncio.Task) else "no main task"
+        name = self._main.get_name() if isinstance(self._main, asyncio.Task) else "no main task"
         header = f"deadlock at {self.now_ns()} ns: nothing is left to run while {name} waits"
         self.fail(DeadlockError(self.waits(header)))
 
     @property
     def nothing_left(self) -> bool:
         """Nothing is left to run, now or later. Looks at every timer."""
-        handles = chain(self._ready, self.timers)
-        return all(handle.cancelled() for handle in handles)
+        return all(handle.cancelled() for handle in chain(self._ready, self.timers))
 
     def waits(self, header: str) -> str:
         """Who waits for what now: all pending tasks, and what the explanations add."""

@@ -53,7 +53,8 @@ from kvcore.sim.engine.traced import TracedProbe
 from kvcore.sim.faults.clock import SHORT_TIMEOUTS, shortened, timeout_divisor
 from kvcore.sim.faults.injector import Injector
 from kvcore.sim.faults.scene import Scene
-from kvcore.sim.loop import LivelockError, SimLoop
+from kvcore.sim.livelock import LivelockError
+from kvcore.sim.loop import SimLoop
 from kvcore.sim.oracles.findings import Findings
 from kvcore.sim.oracles.hits import usable_prefix
 from kvcore.sim.oracles.truth import Truth

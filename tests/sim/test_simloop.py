@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvcore.errors import CallerError
-from kvcore.sim import loop as loop_module
+from kvcore.sim import livelock
 from kvcore.sim.deadlock import DeadlockError
-from kvcore.sim.loop import LivelockError, SimLoop
+from kvcore.sim.livelock import LivelockError
+from kvcore.sim.loop import SimLoop
 from kvcore.sim.process import DeadProcessError, check_alive
 from kvcore.sim.schedule import FifoTies, RandomTies, RecordingTies, ReplayTies
 from kvcore.sim.trace import Trace
@@ -218,7 +219,7 @@ def test_the_first_failure_counts(loop: SimLoop) -> None:
 
 
 def test_code_that_runs_on_and_on_at_one_instant_is_reported(loop: SimLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_CALLBACKS_AT_ONE_INSTANT_MAX", 10_000)
+    monkeypatch.setattr(livelock, "CALLBACKS_AT_ONE_INSTANT_MAX", 10_000)
 
     async def poll() -> None:
         while True:
