@@ -7,11 +7,16 @@
 
 `drawn` draws from a stream of its own, and stops when it is told that the faults are over: what is then still not
 loaded was lost, and not refused.
+
+A climb with `if-it-pays` cannot ask for a share of hits: what the clock measures decides. It asks for both decisions,
+on rung 3. Loads come of themselves, since what was not measured yet is loaded; FLOOR_CHUNKS make some of the shortest
+prefixes too short on any machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvcore.admission import Limits
 from kvcore.bitmap import bits
@@ -20,6 +25,7 @@ from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.tracker import RequestTracker
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
+from kvcore.ladder.result import Floors
 from kvcore.objective import Objective
 from kvcore.ports import Clock
 from kvcore.sim.streams import RandomStream
@@ -27,6 +33,8 @@ from kvcore.sim.streams import RandomStream
 KINDS = ("always", "if-it-pays", "drawn")
 OBJECTIVE = Objective(tpot_s=0.002, ttft_s=1.0)
 """Of every other seed: some answers of an episode meet it, some do not."""
+FLOOR_CHUNKS = 4
+"""Of a climb: shorter prefixes are never loaded. Every workload has requests below it, and more above."""
 
 
 class DrawnAdmission(LoadAll):
@@ -46,13 +54,36 @@ class DrawnAdmission(LoadAll):
 
 
 def admission_for(
-    kind: str, layout: CacheLayout, clock: Clock, *, seed: int, life: int, over: Callable[[], bool]
+    kind: str,
+    layout: CacheLayout,
+    clock: Clock,
+    *,
+    seed: int,
+    life: int = 0,
+    over: Callable[[], bool] = lambda: False,
+    floor_tokens: int = 0,
 ) -> Admission:
     """The admission of one life of a scheduler side."""
     if kind == "if-it-pays":
-        return LoadIfItPays(layout, clock, Limits(objective=OBJECTIVE if seed % 2 else None))
+        return LoadIfItPays(layout, clock, Limits(floor_tokens, objective=OBJECTIVE if seed % 2 else None))
     if kind == "drawn":
         return DrawnAdmission(RandomStream(seed, f"admission.{life}"), over)
     if kind != "always":
         raise ConfigError(f"there is no admission {kind!r}; known: {', '.join(KINDS)}")
     return LoadAll()
+
+
+def refusals(admission: Admission) -> int:
+    """How often it has preferred computing to what was, or might have been, found."""
+    if not isinstance(admission, LoadIfItPays):
+        return 0
+    state = admission.statistics()
+    return state.decided_compute + state.lookups_unwanted
+
+
+def floors_with(kind: str, floors: Mapping[str, Floors]) -> Mapping[str, Floors]:
+    """What the rungs of a climb with this admission must have done, given what they must do when all is loaded."""
+    if kind == "always":
+        return floors
+    free = {rung: replace(each, loads_verified=0, resumes_with_load=0, hit_share=0.0) for rung, each in floors.items()}
+    return free | {"3": replace(free["3"], loads_verified=1, refusals=1)}

@@ -146,6 +146,7 @@ def _reproduce(cell: MatrixCell, options: LadderOptions) -> str:
         ("--l2", options.l2_dir),
         ("--store", _shown(options.store)),
         ("--transfer", options.transfer if options.transfer != "worker" else None),
+        ("--admission", options.admission if options.admission != "always" else None),
         ("--model", options.model),
         ("--connector-config", _quoted(options.connector_config)),
         ("--engine-config", _quoted(options.engine_config)),

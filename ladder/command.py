@@ -19,6 +19,7 @@ from kvcore.ladder.options import (
     REQUESTS,
     STORM_CASES,
     LadderOptions,
+    check_admission,
     check_cases,
     check_cells,
     check_mapping,
@@ -55,6 +56,9 @@ def register(commands: Any) -> None:
         "--store", metavar="URL", help="target torch: a running store (redis://..., s3://...) behind the servers' L1"
     )
     parser.add_argument("--transfer", default="worker", metavar="WHO", help="who copies KV: worker (default) or server")
+    parser.add_argument(
+        "--admission", default="always", metavar="WHAT", help="what is loaded: always (default), or if-it-pays"
+    )
     parser.add_argument("--cases", metavar="N", help=f"cases of each storm rung (default {STORM_CASES})")
     parser.add_argument("--artifacts", type=Path, metavar="DIR", help="write a directory per failed case into DIR")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="worker processes")
@@ -83,6 +87,7 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         cases=check_cases(arguments.cases),
         artifacts=check_artifacts(arguments.artifacts),
         transfer=check_transfer(arguments.transfer),
+        admission=check_admission(arguments.admission, target),
         store=check_store(arguments.store, target),
         model=check_model(arguments.model, target),
         connector_config=check_mapping(arguments.connector_config, target, "--connector-config"),
@@ -96,8 +101,13 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
 def _check_used(arguments: argparse.Namespace, options: LadderOptions) -> None:
     """What nobody would look at is refused: it was meant to do something."""
     no_passes = ("cell", "trace", "l1", "l2", "requests") if not options.passes else ()
-    if options.transfer != "worker" and (options.connector is not None or not options.passes):
+    own = options.connector is None and options.passes
+    if options.transfer != "worker" and not own:
         raise ConfigError("--transfer is for kvcore's own workers and servers, on the rungs 0 to 4")
+    if options.admission != "always" and not own:
+        raise ConfigError(
+            "--admission is for kvcore's own connector, on the rungs 0 to 4; storm rungs draw one per case"
+        )
     no_storms = ("cases", "artifacts") if not options.storms else ()
     for name in (*no_passes, *no_storms):
         if getattr(arguments, name) not in (None, []):

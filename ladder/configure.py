@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvcore.errors import ConfigError
 from kvcore.keys import Namespace
+from kvcore.ladder.admissions import FLOOR_CHUNKS
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.server_stack import StackConfig
@@ -43,5 +44,8 @@ def configure(
         retain=place % 5 == 3,
         weak_locks=place % 4 == 2,
         transfer=options.transfer,
+        admission=options.admission,
+        admission_seed=options.seed,
+        admission_floor_tokens=FLOOR_CHUNKS * options.chunk_tokens,
     )
     return config, model

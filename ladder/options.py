@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcore.connectors.admission import MODES
 from kvcore.errors import ConfigError
 from kvcore.l2.open import parse_store
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
@@ -35,8 +36,8 @@ class LadderOptions:
     """One run of the ladder. `connector`: None for kvcore's own, else `package.module:Class`.
 
     `passes` are climbed in each of the `cells`; `storms` are the storm rungs, of `cases` cases each, whose failures are
-    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. `store`: URL
-    of a running store behind the servers of target torch. For target vllm: `model`,
+    written into `artifacts`. `transfer`: who copies KV, kvcore's workers or its servers. `admission`: whether all that
+    is found is loaded. `store`: URL of a running store behind the servers of target torch. For target vllm: `model`,
     `window_tokens`, `connector_config` (its `kv_connector_extra_config`) and `engine_config` (arguments of `LLM`).
     """
 
@@ -55,6 +56,7 @@ class LadderOptions:
     cases: int = STORM_CASES
     artifacts: Path | None = None
     transfer: Transfer = "worker"
+    admission: str = "always"
     store: str | None = None
     model: str | None = None
     window_tokens: int = 64
@@ -150,6 +152,15 @@ def check_transfer(text: str, option: str = "--transfer") -> Transfer:
     if text == "server":
         return "server"
     raise ConfigError(f"{option} takes worker or server, not {text!r}")
+
+
+def check_admission(text: str, target: str, option: str = "--admission") -> str:
+    """Whether everything is loaded, or what pays."""
+    if text not in MODES:
+        raise ConfigError(f"{option} takes {' or '.join(MODES)}, not {text!r}")
+    if text != "always" and target == "vllm":
+        raise ConfigError(f"{option} is for the targets sim, local and torch; vllm's rungs ask for a share of hits")
+    return text
 
 
 def check_seed(text: str, option: str = "--seed") -> int:

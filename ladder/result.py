@@ -39,7 +39,8 @@ STORM_RUNG_FIRST, RUNG_LAST = 5, 8
 
 @dataclass(slots=True)
 class RungCounts:
-    """Counters of one rung. `tokens_loadable`: what a cache that forgot nothing could have loaded."""
+    """Counters of one rung. `tokens_loadable`: what a cache that forgot nothing could have loaded. `refusals`: by an
+    admission that loads only what pays."""
 
     requests: int = 0
     tokens_compared: int = 0
@@ -54,6 +55,7 @@ class RungCounts:
     resumes_with_load: int = 0
     tokens_loaded: int = 0
     tokens_loadable: int = 0
+    refusals: int = 0
     steps: int = 0
 
     def add(self, other: RungCounts) -> None:
@@ -78,6 +80,7 @@ class Floors:
     fences_waited: int = 0
     stores_cancelled: int = 0
     resumes_with_load: int = 0
+    refusals: int = 0
     hit_share: float = 0.0
 
     def scaled(self, numerator: int, denominator: int) -> Floors:

@@ -75,7 +75,7 @@ class StackConfig:
     `l2`: which adapters, in order of preference; `l2_bytes` bounds each of them, `l2_quota` its tenants. `quota` is
     L1's. `storage`, `connection` and `lookup` hold the deadlines. `shared_memory`: L1 lies in POSIX shared memory,
     which the workers map. `engine_namespace`: the clients', where it is not the servers'. `transfer`: who copies KV.
-    `admission`: what is promised of what was found (`admissions.py`); `admission_seed` is for the drawn one.
+    `admission`: what is promised of what was found (`admissions.py`), with its seed and its floor.
     """
 
     layout: CacheLayout
@@ -101,6 +101,7 @@ class StackConfig:
     engine_namespace: Namespace | None = None
     admission: str = "always"
     admission_seed: int = 0
+    admission_floor_tokens: int = 0
 
     def __post_init__(self) -> None:
         chunk = max(self.layout.cell_bytes(group) for group in range(len(self.layout.groups)))

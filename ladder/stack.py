@@ -16,7 +16,7 @@ from kvcore.connectors.tracker import Phase
 from kvcore.connectors.worker import WorkerConnector
 from kvcore.keys import ObjectKey
 from kvcore.l2.memory import MemoryBackend
-from kvcore.ladder.admissions import admission_for
+from kvcore.ladder.admissions import admission_for, refusals
 from kvcore.ladder.engine_hashes import hasher_for
 from kvcore.ladder.server_stack import AttachedRegion, ServerStack, StackConfig, World
 from kvcore.service.client import Connection, Region, SchedulerClient, Segment, WorkerClient, identity_of
@@ -116,6 +116,7 @@ class CacheStack:
             seed=config.admission_seed,
             life=self._engine_life,
             over=lambda: self.faults_over,
+            floor_tokens=config.admission_floor_tokens,
         )
         return SchedulerConnector(config.layout, hasher, client, settings, admission)
 
@@ -325,12 +326,13 @@ class CacheStack:
         return sum(worker.stores_inflight(request_id) for worker in self._workers)
 
     def counters(self) -> dict[str, int]:
-        """The worker counters that the rung table shows, summed over ranks."""
+        """What the rung table shows of the connector; the workers' counters are summed over ranks."""
         states = [worker.statistics() for worker in self._workers]
         return {
             "fences_waited": sum(state.fences_waited for state in states),
             "stores_cancelled": sum(state.stores_cancelled for state in states),
             "resumes_with_load": self._scheduler.statistics().resumes_with_load,
+            "refusals": refusals(self._scheduler.admission),
         }
 
     async def close(self) -> None:

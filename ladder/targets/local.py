@@ -20,6 +20,7 @@ from typing import Any
 
 from kvcore.errors import ConfigError
 from kvcore.keys import ChunkHasher, Extra, ObjectKey
+from kvcore.ladder.admissions import floors_with
 from kvcore.ladder.configure import configure
 from kvcore.ladder.guarded import climb_guarded, say
 from kvcore.ladder.local_world import LocalWorld, check_directory
@@ -137,7 +138,7 @@ async def _climb(cell: MatrixCell, options: LadderOptions, workload: Workload) -
         stack = CacheStack(world, config, truth, findings)
         parts = StageParts(
             config.layout, model, hasher, truth, findings, devices, memory, workload, stack, options.seed,
-            idle_step_ns=1_000_000, floors=floors(options.requests),
+            idle_step_ns=1_000_000, floors=floors_with(options.admission, floors(options.requests)),
         )  # fmt: skip
         rungs = await _climb_patiently(Stage(parts), options.passes)
         await _close(stack, findings)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from kvcore.errors import ConfigError
 from kvcore.keys import ChunkHasher
+from kvcore.ladder.admissions import floors_with
 from kvcore.ladder.configure import configure
 from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
@@ -142,7 +143,7 @@ async def _climb(
         workload,
         stack,
         options.seed,
-        floors=floors_for(len(workload.requests)),
+        floors=floors_with(options.admission, floors_for(len(workload.requests))),
         pressure=SlowStores(devices, [each.copier for each in stack.servers if isinstance(each.copier, SimExecutor)]),
         reference=reference,
         at_rest=lambda hashes: check_quiet(stack, workload.requests, hashes, findings),

@@ -102,6 +102,23 @@ def test_a_cell_that_the_target_does_not_have_is_refused(capsys: pytest.CaptureF
     assert "none of the chosen configurations" in line
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("sometimes",), "takes always or if-it-pays, not 'sometimes'"),
+        (("if-it-pays", "--target", "vllm"), "for the targets sim, local and torch"),
+        (("if-it-pays", "--connector", "tests.ladder.dict_connector:DictConnector"), "kvcore's own connector"),
+        (("if-it-pays", "--rungs", "5-8"), "storm rungs draw one per case"),
+    ],
+)
+def test_an_admission_that_nobody_would_have_is_refused(
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: str
+) -> None:
+    line = refused(capsys, "--admission", *more)
+    assert "--admission" in line
+    assert said in line
+
+
 def test_no_worker_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--jobs" in refused(capsys, "--jobs", "0")
 

@@ -43,6 +43,15 @@ def test_servers_that_copy_from_and_to_shared_pages_change_no_output_either() ->
     assert all(rung["mismatches"] == 0 for rung in rungs.values())
 
 
+def test_an_engine_that_loads_only_what_pays_answers_the_same() -> None:
+    result = climb("full+window/r1/s2/sync", "--admission", "if-it-pays")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    rungs = {rung["rung"]: rung for rung in json.loads(result.stdout)["cells"][0]["rungs"]}
+    assert rungs["3"]["loads_verified"] > 0
+    assert rungs["3"]["refusals"] > 0
+    assert all(rung["mismatches"] == 0 and rung["tokens_compared"] > 0 for rung in rungs.values())
+
+
 def over(store: str) -> None:
     result = climb("full+window/r1/s2/sync", "--requests", "40", "--store", store)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from kvcore.errors import ConfigError
 from kvcore.keys import ChunkHasher
+from kvcore.ladder.admissions import floors_with
 from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
@@ -102,6 +103,7 @@ class TorchStage:
             servers=(),
             placement="rank" if cell.ranks > 1 else "chunk",
             transfer=options.transfer,
+            admission=options.admission,
         )
         l2 = options.store or ("" if cell in WITHOUT_L2 else FILES)
         self._has_l2 = bool(l2)
@@ -112,6 +114,7 @@ class TorchStage:
         self._reference = DenseReference(model)
         self._hasher = ChunkHasher(namespace_of(setup, self._layout, model))
         self._requests = asks(workload)
+        self._floors = floors_with(options.admission, floors(len(self._requests)))
         self._seed = options.seed
         self._config = EngineConfig(ROOMY_BLOCKS, host_ahead=True, idle_step_ns=500_000)
         self._expected: dict[str, list[int]] = {}
@@ -153,7 +156,7 @@ class TorchStage:
             await self._waves(result)
         else:
             await self._roomy(result)
-        result.problems = result.problems or floors(len(self._requests))[rung].unmet(result.counts)
+        result.problems = result.problems or self._floors[rung].unmet(result.counts)
         return result
 
     async def _alone(self, result: RungResult) -> None:
@@ -167,7 +170,7 @@ class TorchStage:
 
     async def _roomy(self, result: RungResult) -> None:
         """Every rung but 0 and 4. The module text says why a pass may be made again."""
-        wanted = floors(len(self._requests))[result.rung]
+        wanted = self._floors[result.rung]
         for _ in range(PASSES_MAX if wanted.hit_share else 1):
             if result.rung in ("3b", "replay") and self._has_l2:
                 await self.fleet.drop_l1()
@@ -184,7 +187,7 @@ class TorchStage:
             config = replace(self._config, num_blocks=self._tight_blocks(wave), max_batched_tokens=64)
             counts = RungCounts()
             await self._run(result, config, cache=True, counts=counts)
-            if result.problems or not floors(len(self._requests))["4"].unmet(result.counts):
+            if result.problems or not self._floors["4"].unmet(result.counts):
                 return
 
     async def _forget(self, wave: int) -> None:

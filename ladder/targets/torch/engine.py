@@ -24,6 +24,7 @@ from kvcore.connectors.views import Finished
 from kvcore.errors import PeerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
+from kvcore.ladder.admissions import FLOOR_CHUNKS, admission_for, refusals
 from kvcore.ladder.targets.torch.messages import (
     Admission,
     Answered,
@@ -41,6 +42,7 @@ from kvcore.ladder.targets.torch.model import TorchModel, build_torch_model
 from kvcore.ladder.targets.torch.pages import Entry
 from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
+from kvcore.runtime.clock import SystemClock
 from kvcore.service.remote import ServerLink
 from kvcore.service.zmq_transport import ZmqClientTransport
 from kvcore.sim.engine.block_pool import BlockNames
@@ -115,7 +117,14 @@ class EngineProcess:
         namespace = namespace_of(setup, layout, model)
         self._link = ServerLink(loop, remote_config(setup), namespace, layout)
         config = SchedulerConnectorConfig(load_async=setup.load_async)
-        self._side = SchedulerConnector(layout, ChunkHasher(namespace), self._link.scheduler(), config)
+        admission = admission_for(
+            setup.admission,
+            layout,
+            SystemClock(),
+            seed=setup.seed,
+            floor_tokens=FLOOR_CHUNKS * setup.chunk_tokens,
+        )
+        self._side = SchedulerConnector(layout, ChunkHasher(namespace), self._link.scheduler(), config, admission)
         self._workers = [WorkerPort(loop, setup.socket(f"worker{rank}")) for rank in range(setup.ranks)]
         self._combiner = ReportCombiner(setup.ranks)
         self._names = BlockNames()
@@ -139,7 +148,9 @@ class EngineProcess:
 
     def _counters(self) -> dict[str, int]:
         counts = {name: sum(worker.counts[name] for worker in self._workers) for name in _CUMULATIVE}
-        return {**counts, "resumes_with_load": self._side.statistics().resumes_with_load}
+        counts["resumes_with_load"] = self._side.statistics().resumes_with_load
+        counts["refusals"] = refusals(self._side.admission)
+        return counts
 
     async def _loop(self, scheduler: Scheduler, probe: AdmissionProbe, serve: Serve) -> list[str]:
         arrivals = sorted(serve.requests, key=lambda ask: ask.time_ns)
@@ -205,7 +216,7 @@ class EngineProcess:
     def _combined(self, reports: Sequence[Report]) -> StepOutput:
         combined = [
             WorkerReport(
-                Finished(frozenset(each.sent), frozenset(each.received), frozenset(each.failed)),
+                Finished(frozenset(each.sent), frozenset(each.received), frozenset(each.failed), each.loads),
                 frozenset(each.error_blocks),
             )
             for each in reports

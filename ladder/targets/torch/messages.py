@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvcore.connectors.plan import StepMeta
+from kvcore.connectors.views import NO_LOADS, LoadTimes
 from kvcore.ladder.targets.torch.pages import Entry
 from kvcore.service.protocol import Transfer
 from kvcore.sim.engine.config import EngineConfig
@@ -30,6 +31,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     servers: tuple[str, ...]  # addresses
     placement: str
     transfer: Transfer = "worker"
+    admission: str = "always"
 
     def to_text(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -111,6 +113,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     counts: dict[str, int]
     findings: tuple[str, ...]
     error: str = ""
+    loads: LoadTimes = NO_LOADS
 
 
 pack = msgspec.msgpack.Encoder().encode

@@ -38,6 +38,7 @@ from kvcore.ladder.targets.torch.pages import Entry, TorchForward, TorchPages, p
 from kvcore.ladder.targets.torch.serving import Tell, serve_until_told
 from kvcore.ladder.targets.torch.wiring import namespace_of, remote_config
 from kvcore.ports import DeviceEvent
+from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.copy import ThreadCopyEngine
 from kvcore.service.remote import ServerLink
 from kvcore.sim.model import Layer
@@ -88,7 +89,7 @@ class WorkerProcess:
         self._stream = FailingStream(self._device)
         self._link = ServerLink(loop, remote_config(setup), namespace_of(setup, layout, model), layout)
         share = self._pages.describe if by_server else None
-        self._side = WorkerConnector(layout, rank, self._link.worker(rank), share=share)
+        self._side = WorkerConnector(layout, rank, self._link.worker(rank), share=share, clock=SystemClock())
         self._counts: Counter[str] = Counter()
         self._suspects: list[tuple[frozenset[int], str]] = []  # of this step: what was wrong, in which blocks
 
@@ -209,6 +210,7 @@ class WorkerProcess:
             counts,
             findings,
             error,
+            finished.loads,
         )
 
     def close(self) -> None:
