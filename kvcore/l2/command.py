@@ -25,7 +25,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from kvcore.config.values import parse_size
 from kvcore.errors import CallerError, StoreError
@@ -124,20 +124,22 @@ def _check(arguments: argparse.Namespace) -> int:
 
 async def _run_checks(spec: StoreSpec, chosen: list[Check], deadline_s: float) -> int:
     traits = _traits(spec)
-    executor = ThreadExecutor(asyncio.get_running_loop(), _THREADS)
     broken = 0
-    for number, check in enumerate(chosen, 1):
-        finding = await run_check(check, _bed(spec, traits, executor), deadline_s)
-        broken += finding.verdict is Verdict.BROKEN
-        reason = f": {finding.text}" if finding.text else ""
-        print(f"[{number:2}/{len(chosen)}] {finding.verdict.value:<15} {finding.name}{reason}", flush=True)
-    executor.close()
+    with closing(ThreadExecutor(asyncio.get_running_loop(), _THREADS)) as executor:
+        for number, check in enumerate(chosen, 1):
+            finding = await run_check(check, _bed(spec, traits, executor), deadline_s)
+            reason = f": {finding.text}" if finding.text else ""
+            print(f"[{number:2}/{len(chosen)}] {finding.verdict.value:<15} {finding.name}{reason}", flush=True)
+            if finding.verdict is Verdict.BROKEN:
+                broken += 1
+                if traits.shared:
+                    _traits(spec)  # one that is lost would break each promise, at the price of a deadline
     print(f"{spec.shown}: {broken} of {len(chosen)} promises broken")
     return 1 if broken else 0
 
 
 def _traits(spec: StoreSpec) -> Traits:
-    """Opens the store once, to see that it is there. No check may limit it: that would evict others' records."""
+    """Opens the store once; StoreError: it is not there. No check may limit it: that would evict others' records."""
     backend = open_shown(spec, spec.open_backend)
     backend.close()
     lasting = spec.scheme not in _FORGETFUL

@@ -98,7 +98,10 @@ class Inspector:
         """Read it whole. None: it is good, or it has gone meanwhile."""
         if listed.key is None:
             return Defect.FOREIGN
-        stored = memoryview(bytearray(listed.stored_bytes))
+        try:
+            stored = memoryview(bytearray(listed.stored_bytes))
+        except MemoryError:
+            return StoreError(f"its {listed.stored_bytes} bytes are more than there is memory for")
         verdict = self._read(listed.key, stored)
         if verdict is Defect.MISSING:
             return None

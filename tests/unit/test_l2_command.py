@@ -202,6 +202,36 @@ def test_a_broken_promise_is_found_and_named(tmp_path, capsys, monkeypatch) -> N
     assert "broken          a restart does not bring back what was deleted: CheckFailedError: found" in text
 
 
+def test_a_length_that_no_memory_holds_is_a_verdict(tmp_path, capsys, monkeypatch) -> None:
+    """A store of others says how long a record is, and may say anything."""
+    from kvcore.l2.fs import FsBackend
+    from kvcore.l2.shared_backend import Stored
+
+    url = f"fs://{tmp_path}/kv"
+    parse_store(url).open_backend().close()
+    monkeypatch.setattr(FsBackend, "scan", lambda self: iter([Stored(KEYS[0], "00/record.kv", 1 << 60, None, None)]))
+    assert said(capsys, "verify", url) == (1, "could not be read: 00/record.kv\n0 good, 1 could not be read\n")
+
+
+def test_checks_of_a_store_that_is_lost_in_the_middle_are_given_up(tmp_path, capsys, monkeypatch) -> None:
+    """Each of the checks that were left was called broken, at the price of its deadline."""
+
+    async def loses_its_directory(bed: Bed) -> None:
+        await bed.open()
+        monkeypatch.setattr("kvcore.l2.fs.FsBackend.open", away)
+        raise CheckFailedError("because")
+
+    def away(self) -> None:
+        raise OSError("the file system is not mounted")
+
+    monkeypatch.setattr("kvcore.l2.command.CHECKS", (loses_its_directory, *CHECKS[:2]))
+    assert main(["store", "check", f"fs://{tmp_path}/kv"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    assert "[ 1/3] broken          loses its directory" in captured.out
+    assert "does not answer: the file system is not mounted" in captured.err
+
+
 def test_the_diagram_of_the_breaker_is_its_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
     for (state, event), target in TRANSITIONS.items():
