@@ -130,7 +130,7 @@ def served(store: str, path: Path, absent: Callable[[str], NoReturn]) -> Iterato
             where = f"s3://{seaweed.ACCESS}:{seaweed.SECRET}@checks/run"
             yield lambda _: f"{where}?endpoint={server.endpoint}&region=us-east-1&{options}"
         finally:
-            server.kill()
+            server.close()
     elif store == "nixl+ucx":
         pool = loaded(STORES / "nixl" / "conftest.py").Pool(path)
         try:
@@ -165,7 +165,7 @@ def in_namespace(path: Path, absent: Callable[[str], NoReturn]) -> Iterator[Any]
         stack.callback(namespace.close)
         namespace.enter()
         stack.callback(namespace.leave)
-        cluster = module.Cluster(path, 50051, 9003)
+        cluster = module.Cluster(path, 21051, 9003)
         stack.callback(cluster.stop)
         cluster.start(lease_ms=2000, client_ttl_s=60)  # a busy machine keeps a node silent for a while
         yield cluster

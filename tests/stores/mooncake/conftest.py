@@ -205,7 +205,8 @@ def inside(namespace):
 @pytest.fixture(scope="session")
 def shared_cluster(namespace, tmp_path_factory):
     """One cluster for the tests that do it no harm."""
-    cluster = Cluster(tmp_path_factory.mktemp("mooncake"), 50041, 8993)  # no other cluster has these ports
+    # No other cluster has these ports; nor is any given to whoever asks the system for one (from 32768 upwards).
+    cluster = Cluster(tmp_path_factory.mktemp("mooncake"), 21041, 8993)
     namespace.enter()
     try:
         cluster.start(client_ttl_s=60)  # a busy machine keeps a node silent for a while
@@ -218,7 +219,7 @@ def shared_cluster(namespace, tmp_path_factory):
 @pytest.fixture
 def cluster(inside, tmp_path):
     """A cluster of the test's own, not started, to do harm to."""
-    cluster = Cluster(tmp_path, 50061, 9013)
+    cluster = Cluster(tmp_path, 21061, 9013)
     yield cluster
     cluster.stop()
 

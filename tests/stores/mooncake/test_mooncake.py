@@ -277,7 +277,7 @@ def test_a_bad_record_does_not_spoil_its_neighbours(store):
 
 
 def test_a_master_that_is_not_there_is_no_configuration_error(inside):
-    backend = open_backend(MooncakeOptions(master="127.0.0.1:50099"))
+    backend = open_backend(MooncakeOptions(master="127.0.0.1:21099"))
     with pytest.raises(OSError):
         backend.open()
     with pytest.raises(StoreError, match="not open"):

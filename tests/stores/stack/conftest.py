@@ -180,7 +180,7 @@ def seaweed(tmp_path_factory, needs):
     server = module.Seaweed(tmp_path_factory.mktemp("seaweed"))
     server.create_bucket("kvcore-stack")
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
