@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 
 import pytest
 
@@ -24,7 +25,7 @@ PATIENT = {"timeout_s": 20.0, "connect_timeout_s": 20.0}  # for faults that end 
 SLACK_S = 20.0
 BOUND_S = 2 * (TIMEOUT_S + TIMEOUT_S) + SLACK_S
 SIZE = 1 << 20
-ATTEMPTS = 10
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -56,8 +57,12 @@ def nothing_works(store, keys, payloads):
 
 
 def attempts(ask, good):
-    """Whether an answer is good within a few attempts: with such a short time-out a busy machine may need a second."""
-    return any(good(ask()) for _ in range(ATTEMPTS))
+    """Whether an answer is good in the end: with such a short time-out a busy machine needs more than one attempt."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not good(ask()):
+        if time.monotonic() > end_s:
+            return False
+    return True
 
 
 def everything_works(store, keys, payloads):
@@ -140,10 +145,18 @@ def test_a_connection_that_always_ends_in_mid_answer_is_a_shorter_hit(stage):
 def test_a_server_killed_in_mid_value(stage):
     size = 8 * SIZE  # three of them are more than the sockets on the way can hold
     server, front, store, keys, payloads = stage(size=size, timeout_s=2.0)
-    front.rate_bytes_per_s = 200 * SIZE
-    killer = threading.Thread(target=lambda: (_moved(front, SIZE), server.kill()))
+    front.rate_bytes_per_s = SIZE  # so slow that no value is whole before the server is dead
+    ended = threading.Event()
+
+    def kill():
+        _moved(front, ended)
+        server.kill()
+        front.heal()  # what was on the way comes, and then the end
+
+    killer = threading.Thread(target=kill)
     killer.start()
     bits, buffers = store.load(keys[:3], [size] * 3)
+    ended.set()
     killer.join()
     assert store.seconds < BOUND_S + 2 * (2.0 + 2 * size / (16 * SIZE))
     assert bits != 0b111
@@ -153,10 +166,10 @@ def test_a_server_killed_in_mid_value(stage):
     everything_works(store, keys, payloads)
 
 
-def _moved(front, count):
-    """Wait until so many bytes have come from the server."""
+def _moved(front, ended):
+    """Wait until bytes have come from the server, or nobody waits for any more."""
     start = front.bytes_from_server
-    while front.bytes_from_server < start + count:
+    while front.bytes_from_server == start and not ended.is_set():
         front.moved.clear()
         front.moved.wait(0.01)
 
@@ -179,10 +192,12 @@ def test_a_blackhole(stage):
 
 def test_a_blackhole_that_opens_in_mid_value(stage):
     _, front, store, keys, payloads = stage(threads=1)
-    front.rate_bytes_per_s = 40 * SIZE
-    opener = threading.Thread(target=lambda: (_moved(front, SIZE // 4), setattr(front, "blackhole", True)))
+    front.rate_bytes_per_s = 2 * SIZE  # so slow that no value is whole before the hole is open, or the time is up
+    ended = threading.Event()
+    opener = threading.Thread(target=lambda: (_moved(front, ended), setattr(front, "blackhole", True)))
     opener.start()
     bits, buffers = store.load(keys[:3], [SIZE] * 3)
+    ended.set()
     opener.join()
     assert store.seconds < BOUND_S
     assert bits != 0b111
@@ -196,7 +211,7 @@ def test_a_slow_link_is_waited_for_as_long_as_it_keeps_the_lowest_rate(stage):
     size = SIZE // 16
     _, front, store, keys, payloads = stage(size=size, rate_bytes_per_s_min=size // 20)
     front.rate_bytes_per_s = 2 * size
-    assert store.load(keys[:1], [size]) == (1, payloads[:1])
+    assert attempts(lambda: store.load(keys[:1], [size]), lambda answer: answer == (1, payloads[:1]))
     assert store.seconds > TIMEOUT_S
 
 

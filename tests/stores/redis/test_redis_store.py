@@ -121,7 +121,7 @@ def test_a_unix_socket_works_like_tcp(valkey, session, many):
 
 def test_tls_works_and_an_unknown_certificate_is_refused(valkey, proxy, session, many, tls_server, tls_files, opened):
     front = proxy(valkey().port, tls_server)
-    store = session(host="localhost", port=front.port, tls=True, tls_ca_file=str(tls_files[0]), timeout_s=5.0)
+    store = session(host="localhost", port=front.port, tls=True, tls_ca_file=str(tls_files[0]))
     keys, payloads = many(3, MIB)
     assert store.store(keys, payloads) == ["stored"] * 3
     assert store.load(keys, [MIB] * 3) == (0b111, payloads)
@@ -198,12 +198,12 @@ def test_options_that_cannot_work_are_refused(wrong):
 
 def test_a_time_to_live_is_set_and_renewed_by_a_repeated_store(valkey, key, opened):
     server = valkey()
-    backend = opened(port=server.port, ttl_s=100.0)
+    backend = opened(port=server.port, ttl_s=1000.0)
     write(backend, [key(1)], [b"x"])
-    assert 90_000 < int(server.say("PTTL", named(key(1)))[1:]) <= 100_000
-    server.say("PEXPIRE", named(key(1)), "5000")
+    assert 900_000 < int(server.say("PTTL", named(key(1)))[1:]) <= 1_000_000
+    server.say("PEXPIRE", named(key(1)), "100000")
     assert write(backend, [key(1)], [b"x"]) == [StoreAnswer.PRESENT]
-    assert int(server.say("PTTL", named(key(1)))[1:]) > 90_000
+    assert int(server.say("PTTL", named(key(1)))[1:]) > 900_000
     server.say("PEXPIRE", named(key(1)), "0")
     assert backend.find([key(1)]) == [False]
     assert read(backend, [key(1)], 1)[0] == [Defect.MISSING]
@@ -265,7 +265,7 @@ def test_a_server_that_still_loads_is_an_error_and_then_works(valkey, many, open
     backend = opened(port=server.port)
     keys, payloads = many(1500, 2000)
     write(backend, keys, payloads)
-    server.say("CONFIG", "SET", "key-load-delay", "300")
+    server.say("CONFIG", "SET", "key-load-delay", "20000")  # half a minute, until it is told otherwise
     reload = threading.Thread(target=server.say, args=("DEBUG", "RELOAD"))
     reload.start()
     answers = set()
@@ -315,7 +315,7 @@ def spoil(server, name, how, key):
 )
 def test_a_bad_record_is_a_miss_and_gone_and_its_neighbours_are_not(valkey, session, many, how):
     server = valkey()
-    store = session(port=server.port, timeout_s=5.0)
+    store = session(port=server.port)
     keys, payloads = many(3)
     store.store(keys, payloads)
     spoil(server, named(keys[1]), how, keys[1])
