@@ -218,7 +218,8 @@ class Layer:
             skip_loudly("a faulty file system needs libfuse")
 
     def tell(self, fault):
-        """`write EIO`, `read EIO`, `read delay 0.05`, ... one fault at a time; empty: none. In force on return."""
+        """`write EIO`, `read EIO`, `read delay 60`, ... one fault at a time; empty: none. In force on return; who still
+        waits because of the one before goes on."""
         self.process.stdin.write(fault + "\n")
         self.process.stdin.flush()
         assert self._line() == "ok"

@@ -3,7 +3,7 @@
     python layer.py SOURCE POINT          says "ready", then answers each line with "ok"
 
 A line is `OPERATION ERROR` or `OPERATION delay SECONDS`, for the operations read, write, rename, unlink and fsync,
-until the next line. Run by `conftest.py`.
+until the next line, which also ends the waiting of those that wait. Run by `conftest.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import os
 import sys
 import threading
-import time
 
 import mfusepy
 
@@ -22,17 +21,17 @@ class Faulty(mfusepy.Operations):
 
     def __init__(self, source):
         self.source = source
-        self.fault = []
+        self.fault = ([], threading.Event())  # what goes wrong, and the end of it
 
     def init(self, path):
         threading.Thread(target=listen, args=(self,), daemon=True).start()
 
     def _pass(self, operation):
-        fault = self.fault
+        fault, ended = self.fault
         if not fault or fault[0] != operation:
             return
         if fault[1] == "delay":
-            time.sleep(float(fault[2]))
+            ended.wait(float(fault[2]))
         else:
             raise OSError(getattr(errno, fault[1]), os.strerror(getattr(errno, fault[1])))
 
@@ -90,7 +89,9 @@ class Faulty(mfusepy.Operations):
 def listen(layer):
     print("ready", flush=True)
     for line in sys.stdin:
-        layer.fault = line.split()
+        _, ended = layer.fault
+        layer.fault = (line.split(), threading.Event())
+        ended.set()
         print("ok", flush=True)
 
 

@@ -181,17 +181,20 @@ def test_a_slow_disk_holds_up_nobody_who_does_not_need_it(kind, faulty, key, con
     """While reads take their time, present keys are found, and closing does not wait."""
     session, layer = faulty(kind)
     assert session.store((key(1), content(1, SIZE))) == ["stored"]
-    layer.tell("read delay 0.5")
+    layer.tell("read delay 60")  # until it is told otherwise
     buffer = bytearray(SIZE)
     task = session.adapter.submit_load([key(1)], [memoryview(buffer)])
     assert session.lookup(key(1), key(2)) == [True, False]
     assert session.adapter.take_load(task) is None, "the load has not come back before the lookup"
     session.unlock(key(1))
+    layer.tell("")
     assert session.until(lambda: session.adapter.take_load(task)) == 1
     assert buffer == content(1, SIZE)
+    layer.tell("read delay 60")
     session.adapter.submit_load([key(1)], [memoryview(buffer)])
     session.close()
     assert session.adapter.work_inflight > 0, "close has not waited for it"
+    layer.tell("")
 
 
 def test_the_layer_itself_passes_everything_on(mounts, tmp_path):

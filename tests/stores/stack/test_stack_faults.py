@@ -186,8 +186,10 @@ def test_a_redis_at_its_memory_limit_gives_up_whole_entries(valkey, stack):
         server.say("SET", f"other{number}", b"x" * 100_000)
     seen = {one.request().chunks for _ in range(4)}
     assert seen <= set(range(CHUNKS + 1))
+    while one.request().chunks == CHUNKS:  # it draws its victims: one run in a hundred has spared all of ours so far
+        number += 1
+        server.say("SET", f"other{number}", b"x" * 100_000)
     assert one.guards().breaker_opened == 0  # a miss is no failure
-    assert one.request().chunks < CHUNKS
     server.say("FLUSHALL")
     one.fill()
 
@@ -239,7 +241,7 @@ def test_a_file_system_that_hangs(mounts, tmp_path, stack):
     layer = mounts.layer(tmp_path / "disk")
     request_s = DEADLINE_S + 0.5
     one = stack(f"fs://{layer.path}/kv", request_s=request_s)
-    layer.tell("read delay 5")
+    layer.tell("read delay 60")  # until it is told otherwise
     # One piece of work: requests that want the same chunks wait for one read of them.
     hangs = lambda reply: reply.chunks == 0 and one.guards().work_late > 0 and one.counts().work_inflight == 1  # noqa: E731
     assert one.until(hangs) < request_s + SLACK_S
