@@ -15,6 +15,13 @@ import pytest
 from kvcore.runtime.child import ServerChild
 
 STARTS_IN_S = 90.0
+PATIENT = """
+from kvcore.operations import spans
+from kvcore.service import host
+host._STORES_S = spans._EXPORT_S = spans._CLOSE_S = 60.0
+"""
+"""A server with more time for its stores at the start, and for its collector. Python imports a module of this name at
+every start."""
 
 
 Serve = Callable[..., ServerChild]
@@ -44,6 +51,15 @@ def serve(directory: Path) -> Iterator[Serve]:
     yield start
     for server in started:
         server.kill()
+
+
+@pytest.fixture
+def patient(directory: Path) -> dict[str, str]:
+    """The environment of a server whose stores and collector are as slow as a busy machine makes them, and not late."""
+    place = directory / "patient"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(PATIENT)
+    return {"PYTHONPATH": str(place)}
 
 
 @pytest.fixture

@@ -134,8 +134,9 @@ def test_a_text_log_line_reads_like_one() -> None:
     assert TextFormatter().format(record(fields={"ranks": 2})).endswith("INFO kvcore.server: serving m ranks=2")
 
 
-def test_logs_are_json_when_asked_for(serve: Serve, directory: Path) -> None:
+def test_logs_are_json_when_asked_for(serve: Serve, directory: Path, patient: dict[str, str]) -> None:
     (directory / "mount").write_text("in the way")
-    server = serve("--log-format", "json", "--l2", f"file://{directory}/mount/kv")
+    server = serve("--log-format", "json", "--l2", f"file://{directory}/mount/kv", environ=patient)
+    assert server.stop() == 0  # it has said everything
     lines = [json.loads(line) for line in server.text.splitlines()]
     assert any(line["level"] == "warning" and "does not answer" in line["text"] for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import stat
 import subprocess
@@ -21,7 +22,7 @@ from kvcore.answers import Answer
 from kvcore.errors import PeerError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
-from kvcore.service.client import ConnectionConfig, ConnectionState, LoadCell, StoreCell
+from kvcore.service.client import ConnectionConfig, ConnectionState, LoadCell, SchedulerConfig, StoreCell
 from kvcore.service.remote import MappedSegments, RemoteConfig, ServerLink
 
 T = TypeVar("T")
@@ -34,7 +35,10 @@ NAMESPACE = Namespace("tiny", layout=LAYOUT.fingerprint, chunk_tokens=CHUNK)
 TOKENS = list(range(8 * CHUNK))
 HASHES = ChunkHasher(NAMESPACE).hash_tokens(TOKENS)
 PATIENCE_S = 60.0
-QUICK = ConnectionConfig(request_timeout_ns=2_000_000_000, hello_interval_ns=100_000_000)
+PATIENT = ("--timeout", str(PATIENCE_S))
+PATIENCE_NS = 60_000_000_000
+CONNECTION = ConnectionConfig(request_timeout_ns=PATIENCE_NS, hello_interval_ns=100_000_000)
+LOOKUP = SchedulerConfig(lookup_timeout_ns=PATIENCE_NS, server_timeout_ns=PATIENCE_NS)
 
 
 def payload(index: int) -> bytes:
@@ -45,7 +49,7 @@ class Engine:
     """A scheduler and a worker of one tiny engine."""
 
     def __init__(self, address: str, layout: CacheLayout = LAYOUT, namespace: Namespace = NAMESPACE) -> None:
-        config = RemoteConfig((address,), connection=QUICK)
+        config = RemoteConfig((address,), connection=CONNECTION, lookup=LOOKUP)
         self.link = ServerLink(asyncio.get_running_loop(), config, namespace, layout)
         self.scheduler = self.link.scheduler()
         self.worker = self.link.worker(0)
@@ -117,14 +121,16 @@ def test_what_one_engine_stored_another_one_finds(serve: Serve) -> None:
     assert run(server.address, lambda engine: engine.lookup("other")) == 8
 
 
-def test_files_behind_l1_outlive_a_killed_server_and_its_segment_is_removed(serve: Serve, directory: Path) -> None:
+def test_files_behind_l1_outlive_a_killed_server_and_its_segment_is_removed(
+    serve: Serve, directory: Path, patient: dict[str, str]
+) -> None:
     store = f"file://{directory}/kv"
-    server = serve("--chunk-tokens", str(CHUNK), "--l2", store)
+    server = serve("--chunk-tokens", str(CHUNK), "--l2", store, environ=patient)
     segment = segment_of(server)
     run(server.address, lambda engine: engine.store(range(4)))
     wait_for(lambda: len(list((directory / "kv").rglob("*.kv"))) == 4)
     server.stop(number=signal.SIGKILL)
-    again = serve("--chunk-tokens", str(CHUNK), "--l2", store)
+    again = serve("--chunk-tokens", str(CHUNK), "--l2", store, environ=patient)
     assert run(again.address, lambda engine: engine.lookup("q")) == 4
     assert not segment.exists(), "the killed server's segment is still there"
 
@@ -195,10 +201,12 @@ def test_more_l1_than_shared_memory_is_refused_and_nothing_stays(command: Comman
     assert not (directory / "s.sock").exists()
 
 
-def test_a_store_that_does_not_answer_is_used_when_it_comes(serve: Serve, directory: Path) -> None:
+def test_a_store_that_does_not_answer_is_used_when_it_comes(
+    serve: Serve, directory: Path, patient: dict[str, str]
+) -> None:
     blocker = directory / "mount"
     blocker.write_text("not a directory")  # as a file system that is not mounted yet
-    server = serve("--chunk-tokens", str(CHUNK), "--l2", f"file://{blocker}/kv")
+    server = serve("--chunk-tokens", str(CHUNK), "--l2", f"file://{blocker}/kv", environ=patient)
     assert "does not answer" in server.text
     assert run(server.address, _store_and_load) == [payload(index) for index in range(4)]
     blocker.unlink()
@@ -219,13 +227,14 @@ def test_a_worker_that_is_killed_while_it_copies_is_proven_dead_and_its_memory_c
 import asyncio
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import Namespace
-from kvcore.service.client import StoreCell
+from kvcore.service.client import ConnectionConfig, StoreCell
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 async def main():
     layout = CacheLayout((ObjectGroup(GroupKind.FULL, {CHUNK}, 4096),), ranks=1, chunk_tokens={CHUNK})
     namespace = Namespace("tiny", layout=layout.fingerprint, chunk_tokens={CHUNK})
-    link = ServerLink(asyncio.get_running_loop(), RemoteConfig(({server.address!r},)), namespace, layout)
+    config = RemoteConfig(({server.address!r},), connection=ConnectionConfig(request_timeout_ns={PATIENCE_NS}))
+    link = ServerLink(asyncio.get_running_loop(), config, namespace, layout)
     worker = link.worker(0)
     await worker.reserve_store(worker.tag(1), [StoreCell(0, bytes([n]) * 32) for n in range(4)])
     print("copying", flush=True)
@@ -252,11 +261,11 @@ def status_of(server: Any) -> dict[str, Any]:
 
 def test_the_operator_asks_and_clears(serve: Serve, command: Command) -> None:
     server = serve("--chunk-tokens", str(CHUNK))
-    assert json.loads(command("status", server.address).stdout)["waiting_for_engine"] == 1
+    assert json.loads(command("status", server.address, *PATIENT).stdout)["waiting_for_engine"] == 1
     run(server.address, _store_and_load)
-    assert command("ping", server.address).returncode == 0
-    assert json.loads(command("status", server.address).stdout)["requests"] > 5
-    wait_for(lambda: "4 objects" in command("clear", server.address).stdout)
+    assert command("ping", server.address, *PATIENT).returncode == 0
+    assert json.loads(command("status", server.address, *PATIENT).stdout)["requests"] > 5
+    wait_for(lambda: "4 objects" in command("clear", server.address, *PATIENT).stdout)
     assert run(server.address, lambda engine: engine.lookup("q")) == 0
 
 
@@ -297,23 +306,23 @@ def test_clients_with_keys_are_served_over_tcp(serve: Serve, command: Command, d
         "--curve-clients", f"{directory}/clients",
     )  # fmt: skip
     keys = ("--curve-secret", f"{directory}/clients/operator.key_secret", "--curve-server", f"{directory}/server.key")
-    assert command("ping", server.address, *keys).returncode == 0
+    assert command("ping", server.address, *keys, *PATIENT).returncode == 0
     assert command("ping", server.address, "--timeout", "0.5").returncode == 1
 
 
 def test_a_segment_that_is_not_ours_is_not_mapped(directory: Path) -> None:
-    foreign = Path("/dev/shm/kvcore-foreign-test")
+    foreign = Path(f"/dev/shm/kvcore-foreign-{os.getpid()}")
     foreign.write_bytes(b"x" * 4096)
     foreign.chmod(0o644)
     try:
         with pytest.raises(PeerError, match="open to other users"):
-            MappedSegments()("kvcore-foreign-test")
+            MappedSegments()(foreign.name)
     finally:
         foreign.unlink()
 
 
 def test_a_segment_that_somebody_else_made_is_not_removed_at_start(serve: Serve) -> None:
-    foreign = Path("/dev/shm/kvcore-foreign-test2")
+    foreign = Path(f"/dev/shm/kvcore-foreign-{os.getpid()}")
     foreign.write_bytes(b"x" * 4096)
     foreign.chmod(0o644)
     try:

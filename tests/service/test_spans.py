@@ -15,7 +15,7 @@ import pytest
 from kvcore.answers import Answer
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.keys import ChunkHasher, Namespace
-from kvcore.service.client import LoadCell, StoreCell
+from kvcore.service.client import ConnectionConfig, LoadCell, SchedulerConfig, StoreCell
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 collector_messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -27,6 +27,10 @@ NAMESPACE = Namespace("tiny", layout=LAYOUT.fingerprint, chunk_tokens=CHUNK)
 TOKENS = list(range(2 * CHUNK))
 HASHES = ChunkHasher(NAMESPACE).hash_tokens(TOKENS)
 PATIENCE_S = 60.0
+NS = 60_000_000_000
+CONNECTION = ConnectionConfig(request_timeout_ns=NS)
+LOOKUP = SchedulerConfig(lookup_timeout_ns=NS, server_timeout_ns=NS)
+"""Nothing here is to be late, also on a busy machine."""
 Serve = Callable[..., Any]
 
 
@@ -83,7 +87,8 @@ def collector() -> Iterator[Collector]:
 
 async def store_look_up_and_load(address: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        link = ServerLink(asyncio.get_running_loop(), RemoteConfig((address,)), NAMESPACE, LAYOUT)
+        config = RemoteConfig((address,), connection=CONNECTION, lookup=LOOKUP)
+        link = ServerLink(asyncio.get_running_loop(), config, NAMESPACE, LAYOUT)
         scheduler, worker = link.scheduler(), link.worker(0)
         try:
             tag = worker.tag(1)
@@ -106,8 +111,8 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
-def test_a_collector_gets_a_span_of_each_kind(serve: Serve, collector: Collector) -> None:
-    server = serve("--chunk-tokens", str(CHUNK), environ={"KVCORE_LOG_OTLP_ENDPOINT": collector.url})
+def test_a_collector_gets_a_span_of_each_kind(serve: Serve, collector: Collector, patient: dict[str, str]) -> None:
+    server = serve("--chunk-tokens", str(CHUNK), environ={"KVCORE_LOG_OTLP_ENDPOINT": collector.url, **patient})
     asyncio.run(store_look_up_and_load(server.address))
     found = collector.wait_for({"kvcore.store", "kvcore.lookup", "kvcore.load"})
     assert collector.paths == {"/v1/traces"}
@@ -120,8 +125,8 @@ def test_a_collector_gets_a_span_of_each_kind(serve: Serve, collector: Collector
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano > 0 for span in collector.spans)
 
 
-def test_what_has_ended_is_sent_at_shutdown(serve: Serve, collector: Collector) -> None:
-    server = serve("--chunk-tokens", str(CHUNK), environ={"KVCORE_LOG_OTLP_ENDPOINT": collector.url})
+def test_what_has_ended_is_sent_at_shutdown(serve: Serve, collector: Collector, patient: dict[str, str]) -> None:
+    server = serve("--chunk-tokens", str(CHUNK), environ={"KVCORE_LOG_OTLP_ENDPOINT": collector.url, **patient})
     asyncio.run(store_look_up_and_load(server.address))
     assert server.stop() == 0
     assert {span.name for span in collector.spans} == {"kvcore.store", "kvcore.lookup", "kvcore.load"}
