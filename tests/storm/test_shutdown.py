@@ -17,7 +17,7 @@ from kvcore.keys import ChunkHasher, Namespace
 from kvcore.ladder.storm.remains import segment_of, segments_left
 from kvcore.runtime.child import Child
 from kvcore.service import protocol as wire
-from kvcore.service.client import SchedulerClient, StoreCell, WorkerClient
+from kvcore.service.client import ConnectionConfig, SchedulerClient, SchedulerConfig, StoreCell, WorkerClient
 from kvcore.service.remote import RemoteConfig, ServerLink
 
 CHUNK = 16
@@ -26,6 +26,10 @@ NAMESPACE = Namespace("tiny", layout=LAYOUT.fingerprint, chunk_tokens=CHUNK)
 TOKENS = list(range(8 * CHUNK))
 HASHES = ChunkHasher(NAMESPACE).hash_tokens(TOKENS)
 PATIENCE_S = 60.0
+PATIENCE_NS = 60_000_000_000
+CONNECTION = ConnectionConfig(request_timeout_ns=PATIENCE_NS)
+LOOKUP = SchedulerConfig(lookup_timeout_ns=PATIENCE_NS)
+"""The server's own deadline of a lookup stays what it is."""
 ENDS_IN_S = 5.0
 """Whatever is outstanding."""
 SLOW_MACHINE_S = 20.0
@@ -59,7 +63,7 @@ class Engine:
     """A scheduler and a worker that leave things open."""
 
     def __init__(self, directory: Path) -> None:
-        config = RemoteConfig((f"ipc://{directory}/s.sock",))
+        config = RemoteConfig((f"ipc://{directory}/s.sock",), connection=CONNECTION, lookup=LOOKUP)
         self.link = ServerLink(asyncio.get_running_loop(), config, NAMESPACE, LAYOUT)
         self.scheduler: SchedulerClient = self.link.scheduler()
         self.worker: WorkerClient = self.link.worker(0)
@@ -120,7 +124,9 @@ def test_a_store_that_hangs_does_not_keep_a_server(server: Child, directory: Pat
         record = await _record(directory / "l2")
         os.unlink(record)
         os.mkfifo(record)
-        await engine.link.connections[0].call(wire.Clear())
+        connection = engine.link.connections[0]
+        while await connection.call(wire.Clear()) != wire.Cleared(1):
+            pass  # the record is there a moment before the write-back has let go of the chunk
         engine.scheduler.start("q", 0, HASHES, prompt_tokens=len(TOKENS) + 1)
         outcome = await engine.scheduler.wait("q", 0)
         assert outcome.best == 0
