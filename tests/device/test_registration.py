@@ -37,7 +37,15 @@ from kvcore.memory import PlainArena
 from kvcore.placement import Placement
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.deaths import DeathWatch, this_process
-from kvcore.service.client import Connection, Region, SchedulerClient, WorkerClient, identity_of
+from kvcore.service.client import (
+    Connection,
+    ConnectionConfig,
+    Region,
+    SchedulerClient,
+    SchedulerConfig,
+    WorkerClient,
+    identity_of,
+)
 from kvcore.service.local import LocalServerTransport
 from kvcore.service.server import CacheServer, ServerConfig
 from kvcore.storage import Storage, StorageConfig
@@ -49,6 +57,8 @@ SOURCES, TARGETS = (3, 1), (7, 4)
 STEPS, SEEDS = 5, range(40)
 PATIENCE_S = 60
 """Only a hang takes so long."""
+CONNECTION = ConnectionConfig(request_timeout_ns=PATIENCE_S * 10**9)
+LOOKUP = SchedulerConfig(lookup_timeout_ns=PATIENCE_S * 10**9, server_timeout_ns=PATIENCE_S * 10**9)
 
 
 def tensors() -> list[Any]:
@@ -83,9 +93,9 @@ class Rig:
         )  # fmt: skip
         road = LocalServerTransport(loop)
         self.server.attach(road)
-        self.connections = [Connection(road.connect(), identity, clock) for _ in range(2)]
+        self.connections = [Connection(road.connect(), identity, clock, CONNECTION) for _ in range(2)]
         self.client = WorkerClient(self.connections[:1], placement, LAYOUT, 0, "w", lambda segment: Region(arena))
-        self.scheduler = SchedulerClient(self.connections[1:], placement, LAYOUT, clock)
+        self.scheduler = SchedulerClient(self.connections[1:], placement, LAYOUT, clock, LOOKUP)
         self.worker = WorkerConnector(LAYOUT, 0, self.client, clock=clock)
         self.wrong: list[str] = []
         self.published = 0
