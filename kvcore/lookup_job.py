@@ -156,6 +156,19 @@ class LookupJob:
         """Cells leased to the owner through this job."""
         return cells_in(self.held)
 
+    def lacks(self, key: ObjectKey) -> bool:
+        """A cell that this lookup needs and has no lease on."""
+        cell = self.cells.cell(key)
+        return cell is not None and bool((self.demand.required[cell[0]] & ~self.held[cell[0]]) >> cell[1] & 1)
+
+    def finish(self, state: LookupState) -> None:
+        """The state is final: whoever asked to be told is told soon. For the controller."""
+        assert self.state is LookupState.PENDING
+        self.state = state
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            asyncio.get_running_loop().call_soon(callback, self)
+
     def settle(self, length: int) -> None:
         """Keep exactly the leases that `length` needs. Repeating it changes nothing; 0 gives everything back."""
         self.controller.settle(self, length)

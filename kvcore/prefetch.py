@@ -13,7 +13,7 @@ A `LookupJob` goes through these phases, forwards only:
 1. *Observe*: take read leases in L1 on every cell this server has to supply, and join the loads in flight of the
    others.
 2. *Admission*: if further cells could make the answer longer, the worst case of their bytes is asked of the byte
-   budget. That is the only wait for another request, and it ends at the deadline. Without adapters there is none.
+   budget (`kvcore.budget_line`). That is the only wait for another request, and it ends at the deadline.
 3. *Look up*: every adapter at once, only cells that L1 lacks and nobody is loading. Each lookup has a deadline; what
    a late one locked is unlocked on arrival.
 4. *Plan* once (`kvcore.planner`); unused L2 locks go back at once; the grant shrinks to the planned bytes.
@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from kvcore import bitmap
 from kvcore.answers import Answer
 from kvcore.budget import BudgetStatistics, ByteBudget, Grant
+from kvcore.budget_line import BudgetLine
 from kvcore.deadlines import NS_PER_S, DeadlineTimer
 from kvcore.errors import CallerError
 from kvcore.groups import CacheLayout
@@ -117,12 +118,9 @@ class PrefetchController:
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._budget = ByteBudget(budget_bytes)
-        self.loads = LoadTable(
-            l1, pumps, self._budget, retain=retain, freed=self._schedule_admission, ended=self._ended
-        )
+        self._line = BudgetLine(self._budget, self._admitted)
+        self.loads = LoadTable(l1, pumps, self._budget, retain=retain, freed=self._line.freed, ended=self._ended)
         self._jobs: dict[Owner, LookupJob] = {}
-        self._waiting: dict[Grant, LookupJob] = {}
-        self._admission: asyncio.Handle | None = None
         self._closed = False
         self._started = self._ready = self._cancelled = self._deadlines = self._expired = 0
         self._replanned = self._cells_asked = self._cells_l1 = self._cells_found = 0
@@ -184,12 +182,11 @@ class PrefetchController:
         if not any(wanted):
             self._plan(job)
             return
-        job.grant = self._budget.request(worst_case_bytes(job.demand, wanted))
-        if job.grant.waiting:
-            self._waiting[job.grant] = job
-            self._tracer.event("prefetch.wait", job.owner.session, job.owner.generation, job.grant.bytes_wanted)
-        else:
+        if self._line.ask(job, worst_case_bytes(job.demand, wanted)):
             self._look_up(job, wanted)
+        else:
+            assert job.grant is not None
+            self._tracer.event("prefetch.wait", job.owner.session, job.owner.generation, job.grant.bytes_wanted)
 
     def _observe(self, job: LookupJob) -> None:
         """Lease what is resident, join what is loading. Repeated before each decision."""
@@ -213,7 +210,7 @@ class PrefetchController:
         if self.loads.in_flight:
             for key in keys:
                 load = self.loads.in_flight.get(key)
-                if load is not None and not self._holds(job, key):
+                if load is not None and job.lacks(key):
                     self._join(job, load)
 
     def _wanted(self, job: LookupJob) -> Rows:
@@ -225,28 +222,19 @@ class PrefetchController:
 
     # Admission
 
-    def _schedule_admission(self) -> None:
-        if self._waiting and self._admission is None and not self._closed:
-            self._admission = self._loop.call_soon(self._admit)
-
-    def _admit(self) -> None:
-        self._admission = None
-        for grant in self._budget.admit():
-            job = self._waiting.pop(grant)
-            self._observe(job)
-            self._look_up(job, self._wanted(job))
+    def _admitted(self, job: LookupJob) -> None:
+        self._observe(job)
+        self._look_up(job, self._wanted(job))
 
     def _offer(self, loads: Sequence[Load]) -> None:
         """Loads have begun: those who wait in line for the same cells join them and ask for less."""
-        for grant, job in self._waiting.items():
+        for job in self._line.jobs():
             before = len(job.joined)
             for load in loads:
-                cell = job.cells.cell(load.key)
-                if cell is not None and job.demand.required[cell[0]] >> cell[1] & 1 and not self._holds(job, load.key):
+                if job.lacks(load.key):
                     self._join(job, load)
             if len(job.joined) > before:
-                self._budget.revise(grant, worst_case_bytes(job.demand, self._wanted(job)))
-                self._schedule_admission()
+                self._line.lower(job, worst_case_bytes(job.demand, self._wanted(job)))
 
     # Looking up
 
@@ -306,8 +294,7 @@ class PrefetchController:
             pump.unlock(job.cells.keys(rows))
         self._leave_unneeded(job, made)
         if grant is not None:
-            self._budget.shrink(grant, made.load_bytes)
-            self._schedule_admission()
+            self._line.shrink(grant, made.load_bytes)
             self._load(job, made, grant)
         self._progress(job)
 
@@ -327,7 +314,7 @@ class PrefetchController:
                 self._join(job, load)
             if staged.resident:
                 self._observe(job)
-                refused += sum(not self._holds(job, key) for key in staged.resident)
+                refused += sum(map(job.lacks, staged.resident))
         if refused:
             self._replan(job)
         for batch in batches:
@@ -378,10 +365,6 @@ class PrefetchController:
         if load is not None:
             self.loads.leave(job, load)
 
-    def _holds(self, job: LookupJob, key: ObjectKey) -> bool:
-        cell = job.cells.cell(key)
-        return cell is not None and bool(job.held[cell[0]] >> cell[1] & 1)
-
     # Answering and ending
 
     def _deadline(self, job: LookupJob) -> None:
@@ -399,7 +382,7 @@ class PrefetchController:
         best = self._layout.best(job.lengths)
         self._ready += 1
         self._tracer.event("prefetch.ready", job.owner.session, job.owner.generation, best)
-        self._finish(job, LookupState.READY)
+        job.finish(LookupState.READY)
         if any(job.held):
             job.timer = DeadlineTimer(self._loop, self._clock, job.lease_deadline_ns, lambda: self._expire(job))
         self._end_leases(job, tuple(row >> best << best for row in job.held))
@@ -422,29 +405,16 @@ class PrefetchController:
             self._cancelled += 1
             job.reason = reason
             self._tracer.event("prefetch.failed", job.owner.session, job.owner.generation, reason)
-            self._finish(job, LookupState.FAILED)
+            job.finish(LookupState.FAILED)
         job.phase = Phase.ENDED
         self._end_leases(job, job.held)
-
-    def _finish(self, job: LookupJob, state: LookupState) -> None:
-        assert job.state is LookupState.PENDING
-        job.state = state
-        callbacks, job.callbacks = job.callbacks, []
-        for callback in callbacks:
-            self._loop.call_soon(callback, job)
 
     def _detach(self, job: LookupJob) -> None:
         """Give back all that a job holds besides leases: its place in line or grant, L2 locks, interest in loads."""
         if job.timer is not None:
             job.timer.cancel()
             job.timer = None
-        grant, job.grant = job.grant, None
-        if grant is not None and grant.waiting:
-            del self._waiting[grant]
-            self._budget.withdraw(grant)
-        elif grant is not None:
-            self._budget.shrink(grant, 0)
-        self._schedule_admission()
+        self._line.leave(job)
         found, job.found = job.found, []
         job.lookups = 0
         for pump, rows in zip(self._pumps, found, strict=False):
@@ -501,20 +471,18 @@ class PrefetchController:
     def close(self) -> None:
         """Cancel everything; loads and late lookups drain through the pumps."""
         self._closed = True
+        self._line.close()
         for job in list(self._jobs.values()):
             self.cancel(job, "closed")
-        if self._admission is not None:
-            self._admission.cancel()
-            self._admission = None
         assert not self._jobs
-        assert not self._waiting
+        assert not self._line
 
     def statistics(self) -> PrefetchStatistics:
         jobs = self._jobs.values()
         return PrefetchStatistics(
             jobs=len(jobs),
             jobs_pending=sum(job.state is LookupState.PENDING for job in jobs),
-            jobs_waiting=len(self._waiting),
+            jobs_waiting=len(self._line),
             started=self._started,
             ready=self._ready,
             cancelled=self._cancelled,

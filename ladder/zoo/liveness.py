@@ -40,7 +40,7 @@ MUTANTS = (
         "H",
         "a lookup never gives back what its plan does not need; later ones wait for bytes that nobody uses (R36)",
         "liveness hits crash plan",
-        Edit(f"{_PREFETCH}._plan", "        self._budget.shrink(grant, made.load_bytes)\n", ""),
+        Edit(f"{_PREFETCH}._plan", "        self._line.shrink(grant, made.load_bytes)\n", ""),
     ),
     hard(
         "failed_loads_keep_their_budget",

@@ -34,6 +34,7 @@ SHELL = {
     "kvcore.bench.echo",
     "kvcore.bench.figures",
     "kvcore.bench.server",
+    "kvcore.budget_line",
     "kvcore.cli",
     "kvcore.completion",
     "kvcore.config.sources",
