@@ -66,7 +66,7 @@ def wrong_bytes(engine: type[CudaCopyEngine], seed: int, *, fence: bool = True) 
 
     async def climb() -> list[str]:
         chain = Chain(device, engine(asyncio.get_running_loop(), device), fence=fence)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await chain.run()
         return chain.wrong
 
@@ -137,7 +137,7 @@ def _copy(label: str = "") -> Copy:
 
 def _run(scenario: Callable[[], Any], device: EmulatedCuda) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await scenario()
 
     try:

@@ -62,7 +62,7 @@ def carry_out(copies: Sequence[PagedCopy], mover: Mover, *, cuda: bool) -> None:
         loop = asyncio.get_running_loop()
         engine = CudaCopyEngine(loop, device) if cuda else CpuCopyEngine(loop, mover)
         tickets = [engine.submit([copy], stream="copy") for copy in copies]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for ticket in tickets:
                 await ticket.wait()
                 assert ticket.error is None

@@ -263,7 +263,7 @@ def test_a_peer_lies_in_the_current_directory(tmp_path, elsewhere):
     """As the installed command finds it, whose own path begins with the folder of the command."""
     (tmp_path / "no_cache.py").write_text("class Peer:\n    name = 'found'\n")
     kvcore = [str(Path(sys.executable).parent / "kvcore"), "conformance", "--peer", "no_cache:Peer", *elsewhere]
-    done = subprocess.run(kvcore, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(kvcore, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no_cache:Peer gave no peer" in done.stderr
 

@@ -15,7 +15,7 @@ from kvcore.ladder.watched_device import STORE_STREAM, WatchedDevice
 from kvcore.ports import Copy, DeviceEvent
 from kvcore.runtime.copy import ThreadCopyEngine
 
-WAIT_SECONDS = 10.0  # a deadline for threads that never come; nothing waits this long
+WAIT_SECONDS = 60.0  # a deadline for threads that never come; nothing waits this long
 
 
 class Bench:

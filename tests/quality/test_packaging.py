@@ -70,7 +70,7 @@ def clean_run(folder: Path, command: Sequence[str | Path], **more: str) -> subpr
     """Run in `folder` without what this process inherited about Python; compiling CUDA is what takes longest."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
     env = {**kept, **more}
-    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, check=False, timeout=900)
 
 
 @pytest.fixture(scope="module")

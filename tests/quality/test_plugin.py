@@ -42,7 +42,7 @@ def run_pytest(place: Path, *arguments: str, **environment: str) -> subprocess.C
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.run(
-        command, cwd=place, env=clean | environment, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=place, env=clean | environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -57,7 +57,7 @@ def test_a_case_leaves_the_same_trace_in_this_and_in_fresh_interpreters(seed: in
     for hash_seed in ("1", "4711"):
         command = [sys.executable, "-m", "kvcore.cli", "sim", "run", "--seed", str(seed), "--json"]
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
         assert json.loads(result.stdout)["trace_hash"] == here, result.stderr
 
 

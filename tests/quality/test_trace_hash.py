@@ -34,7 +34,7 @@ def in_fresh_interpreter(hash_seed: int) -> str:
     )
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     return result.stdout.strip()
 

@@ -179,5 +179,5 @@ thread = threading.Thread(target=check)
 thread.start()
 thread.join()
 """
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout == "stopped\n"

@@ -63,7 +63,7 @@ def offered(shell: str, scripts: dict[str, Path], tmp_path: Path) -> Offered:
 
     def ask(*words: str) -> set[str]:
         ask_command = [shell, *QUIET[shell], str(run), str(scripts[shell]), "kvcore", *words]
-        done = subprocess.run(ask_command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(ask_command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
         assert (done.returncode, done.stderr) == (0, "")
         return {line.rstrip("/") for line in done.stdout.splitlines()} - {""}
 
@@ -100,7 +100,7 @@ def test_a_quote_in_a_help_text_breaks_no_script(tmp_path: Path, shell: str) -> 
     script.write_text(completion.SHELLS[shell](list(completion.places(parser))))
     (tmp_path / "ask").write_text(ASK[shell])
     asked = [shell, *QUIET[shell], "./ask", "./script", "kvcore", ""]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert "odd" in done.stdout.splitlines()
     assert not (tmp_path / "spoiled").exists()

@@ -83,7 +83,7 @@ def test_a_store_that_cannot_be_opened_tells_no_secret_to_the_log_or_in_its_erro
         loop = asyncio.get_running_loop()
         executor = ThreadExecutor(loop, 1)
         late = LateAdapter("late", spec.shown, executor, spec.open_backend, _never_built, lambda: EventfdNotice(loop))
-        async with asyncio.timeout(30):  # a refused connection takes milliseconds
+        async with asyncio.timeout(60):  # a refused connection takes milliseconds
             await late.first_attempt()
         assert not late.there
         with pytest.raises(KvcoreError) as refused:

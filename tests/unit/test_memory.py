@@ -123,7 +123,7 @@ def test_another_process_reads_what_was_written_into_shared_memory(shared: Share
     subprocess.run(
         [sys.executable, "-c", code, shared.segment, str(shared.capacity_bytes), str(slot.offset)],
         check=True,
-        timeout=60,
+        timeout=600,
     )
     assert bytes(shared.view(slot)) == b"world"
     with_name = SharedArena.attach(shared.segment, shared.capacity_bytes)  # the other process left the name alone

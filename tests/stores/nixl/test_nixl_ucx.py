@@ -170,7 +170,7 @@ def test_a_pool_that_is_lost_is_an_error_and_the_next_one_is_used(pool_of):
 
 def test_a_second_pool_on_a_socket_is_refused_and_nobody_there_is_no_configuration_error(shared_pool, tmp_path):
     words = [sys.executable, "-m", "kvcore.cli", "store", "pool", shared_pool.path, "--memory", "1MiB"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2
     assert "another process listens there" in result.stderr
     with pytest.raises(OSError):
