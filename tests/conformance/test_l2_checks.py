@@ -109,6 +109,8 @@ def option_text(store: str, path: Path) -> str:
         options.append("deadline_ms=20000")
     if store.startswith(("redis", "s3")):
         options.append("timeout_s=20&connect_timeout_s=20")
+    if store == "mooncake":
+        options.append("rpc_timeout_s=20&transfer_timeout_s=20&connect_timeout_s=20")
     return "&".join(options)
 
 

@@ -23,6 +23,7 @@ import pytest
 from kvcore.l2.mooncake import MooncakeBackend, MooncakeOptions
 
 LEASE_MS = 5000
+TRANSFER_TIMEOUT_S, RPC_TIMEOUT_S = 2.0, 3.0
 NODE_BYTES = 256 * 1024 * 1024
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
@@ -102,7 +103,7 @@ class Cluster:
 
     def options(self, **changes: object) -> MooncakeOptions:
         fields: dict[str, object] = {"master": self.address, "admin": f"127.0.0.1:{self.admin_port}"}
-        fields |= {"lease_s": LEASE_MS / 1000, "transfer_timeout_s": 2.0, "rpc_timeout_s": 3.0}
+        fields |= {"lease_s": LEASE_MS / 1000, "transfer_timeout_s": TRANSFER_TIMEOUT_S, "rpc_timeout_s": RPC_TIMEOUT_S}
         return MooncakeOptions(**(fields | changes))  # type: ignore[arg-type]
 
     def start(self, nodes: int = 1, lease_ms: int = LEASE_MS, client_ttl_s: int = 2) -> None:
@@ -185,7 +186,11 @@ def _kill(process: subprocess.Popen[str] | subprocess.Popen[bytes] | None) -> No
 
 @pytest.fixture(scope="session")
 def namespace(needs, absent):
+    """And the time-outs of the native client: they are the process's, and those of its first client stay in force,
+    whichever test a worker begins with."""
     needs("mooncake")
+    os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(round(TRANSFER_TIMEOUT_S)))
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(round(RPC_TIMEOUT_S * 1000)))
     try:
         namespace = Namespace()
     except OSError as error:
