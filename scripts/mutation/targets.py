@@ -63,7 +63,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvcore.config.values": ("unit/test_config.py", "unit/test_l2_open.py"),
     "kvcore.connectors.admission": ("sim/connector",),
     "kvcore.connectors.cells": _TRACKER,
-    "kvcore.connectors.measured": ("sim/connector/test_load_if_it_pays.py",),
+    "kvcore.connectors.measured": ("unit/test_measured.py", "sim/connector/test_load_if_it_pays.py"),
     "kvcore.connectors.plan": _TRACKER,
     "kvcore.connectors.tracker": _TRACKER,
     "kvcore.connectors.views": _TRACKER,

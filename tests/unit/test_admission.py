@@ -16,6 +16,7 @@ from kvcore.admission import (
     SLACK_MIN,
     TAIL_SHARE,
     TRIALS,
+    Backlog,
     Gpu,
     Limits,
     Line,
@@ -306,6 +307,22 @@ def test_tokens_and_pairs_are_told_apart() -> None:
     assert meter.prefill is not None
     assert meter.prefill.token_s == pytest.approx(PREFILL.token_s, rel=1e-3)
     assert meter.prefill.pair_s == pytest.approx(PREFILL.pair_s, rel=1e-3)
+
+
+def test_a_prompt_in_pieces_has_the_pairs_of_the_whole() -> None:
+    assert pairs(4, 10) == 48, "each of four attends to ten, and to half of the four on average"
+    assert pairs(4, 0) + pairs(6, 4) == pairs(10, 0) == 50
+
+
+def test_a_backlog_is_the_sum_of_its_prompts_and_leaves_nothing_behind() -> None:
+    backlog = Backlog()
+    backlog.add(4, 10)
+    backlog.add(7)
+    assert backlog.seconds(PREFILL) == pytest.approx(PREFILL.seconds(4, 10) + PREFILL.seconds(7))
+    backlog.remove(4, 10)
+    assert backlog.seconds(PREFILL) == PREFILL.seconds(7)
+    backlog.remove(7)
+    assert (backlog.requests, backlog.tokens, backlog.seconds(Prefill(1.0, 1.0))) == (0, 0, 0.0)
 
 
 def test_a_few_steps_give_something_to_go_on() -> None:

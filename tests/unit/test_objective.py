@@ -53,6 +53,13 @@ def test_what_has_missed_a_limit_has_no_slack() -> None:
     assert decodes.good_share == 0.5
 
 
+def test_a_limit_that_is_just_met_is_met() -> None:
+    decodes = Decodes(Objective(tpot_s=0.25, ttft_s=2.0))
+    decodes.began("exact", 0.0, 2.0, 0)
+    decodes.ended("exact", 1.0, 4)
+    assert decodes.good_share == 1.0
+
+
 def test_before_an_answer_has_ended_nothing_is_known() -> None:
     decodes = after_answers()
     decodes.began("now", 0.0, 1.0, 0)
