@@ -74,6 +74,7 @@ _ALIGNMENT_BYTES = 64
 _FIELDS_BYTES = 40
 _CHECKED_BYTES = 56
 _CHECK = struct.Struct("<Q")
+_PADDING = bytes(_ALIGNMENT_BYTES)
 
 assert _FIELDS.size == _FIELDS_BYTES
 assert _CHECKED_BYTES + _CHECK.size == FIXED_BYTES
@@ -123,13 +124,9 @@ class Template(NamedTuple):
 
 
 def template_of(key: ObjectKey) -> Template:
-    encoded = encode_key(key)
-    length = _padded(FIXED_BYTES + len(encoded))
-    assert length <= HEADER_BYTES_MAX, "the key length limit is enforced where keys are made"
-    check = xxhash.xxh3_64_intdigest(encoded)
-    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, length, 0, len(encoded), 0, check)
+    fields, padded_key = _fields(key, 0)
     after = fields[_PAYLOAD_LENGTH_AT + _PAYLOAD_LENGTH.size :]
-    return Template(fields[:_PAYLOAD_LENGTH_AT], after, _with_padding(encoded))
+    return Template(fields[:_PAYLOAD_LENGTH_AT], after, padded_key)
 
 
 def header_bytes(key: ObjectKey) -> int:
@@ -145,16 +142,14 @@ def record_bytes(key: ObjectKey, payload_bytes: int) -> int:
 
 def encode_header(key: ObjectKey, payload: memoryview | bytes) -> bytes:
     """The header to put before `payload` (contiguous bytes)."""
-    return header_by(template_of(key), payload)
+    fields, padded_key = _fields(key, len(payload))
+    return _sealed(fields, padded_key, payload)
 
 
 def header_by(template: Template, payload: memoryview | bytes) -> bytes:
     """`encode_header` of a key whose template is at hand."""
     before, after, padded_key = template
-    fields = before + _PAYLOAD_LENGTH.pack(len(payload)) + after
-    checked = fields + _checksum(fields, padded_key, payload)
-    assert len(checked) == _CHECKED_BYTES
-    return checked + _CHECK.pack(xxhash.xxh3_64_intdigest(checked)) + padded_key
+    return _sealed(before + _PAYLOAD_LENGTH.pack(len(payload)) + after, padded_key, payload)
 
 
 def parse_header(head: memoryview | bytes) -> Header | Defect:
@@ -230,6 +225,22 @@ def object_key_of(header: Header, head: memoryview | bytes) -> ObjectKey | Defec
     return key if encode_key(key) == encoded else Defect.FOREIGN
 
 
+def _fields(key: ObjectKey, payload_bytes: int) -> tuple[bytes, bytes]:
+    """The header's fields, and the key that follows its checks."""
+    encoded = encode_key(key)
+    padded_key = _with_padding(encoded)
+    length = FIXED_BYTES + len(padded_key)
+    assert length <= HEADER_BYTES_MAX, "the key length limit is enforced where keys are made"
+    check = xxhash.xxh3_64_intdigest(encoded)
+    return _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, length, payload_bytes, len(encoded), 0, check), padded_key
+
+
+def _sealed(fields: bytes, padded_key: bytes, payload: memoryview | bytes) -> bytes:
+    checked = fields + _checksum(fields, padded_key, payload)
+    assert len(checked) == _CHECKED_BYTES
+    return checked + _CHECK.pack(xxhash.xxh3_64_intdigest(checked)) + padded_key
+
+
 def _key_defect(header: Header, head: memoryview | bytes, encoded: bytes, bytes_read: int) -> Defect | None:
     if header.key_bytes != len(encoded) or header.key_check != xxhash.xxh3_64_intdigest(encoded):
         return Defect.FOREIGN
@@ -259,7 +270,7 @@ def _padded(length: int) -> int:
 
 
 def _with_padding(encoded: bytes) -> bytes:
-    return encoded.ljust(_padded(len(encoded)), b"\0")  # the fixed part is a multiple itself
+    return encoded + _PADDING[: -len(encoded) % _ALIGNMENT_BYTES]  # the fixed part is a multiple itself
 
 
 def _checksum(fields: bytes, padded_key: bytes, payload: memoryview | bytes) -> bytes:

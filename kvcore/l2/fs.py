@@ -57,7 +57,7 @@ from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect
 from kvcore.l2.shared_backend import Stored
-from kvcore.l2.work import SLICE_BYTES, SLICE_KEYS, answer_of
+from kvcore.l2.work import SLICE_BYTES, answer_of
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.files import flush_directory, read_at, write_new
 
@@ -103,7 +103,7 @@ class FsBackend:
     """`kvcore.l2.shared_backend.SharedBackend`. See the module text."""
 
     lock_strength = LockStrength(LockKind.NONE)
-    batch_keys = SLICE_KEYS
+    batch_keys = 64
     batch_bytes = SLICE_BYTES
 
     def __init__(self, options: FsOptions, token: str) -> None:

@@ -61,7 +61,7 @@ from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, Task
 from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
-from kvcore.l2.index import Entry, Index, State
+from kvcore.l2.index import DELETING, DOOMED, PRESENT, WRITING, Entry, Index
 from kvcore.l2.indexed_tasks import Read, StoreItem, Write, make_read, make_write
 from kvcore.l2.shared_work import byte_views
 from kvcore.l2.statistics import L2Statistics
@@ -72,6 +72,7 @@ from kvcore.quota import Quota
 _DELETE_TRIES = 3
 
 STRONG = LockStrength(LockKind.STRONG)
+STORED = StoreAnswer.STORED  # met once per key, and a class is slow to ask for its member
 
 
 class IndexedAdapter(BackedAdapter[Backend]):
@@ -130,9 +131,6 @@ class IndexedAdapter(BackedAdapter[Backend]):
         writes: list[Write] = []
         for position, (key, view, size) in enumerate(zip(keys, views, sizes)):
             self._store(batch, position, key, view, size, writes)
-            if len(writes) == work.SLICE_KEYS:  # threads begin while the rest is being admitted
-                self._launch_writes(writes)
-                writes = []
         if not keys:
             self._complete_store(batch)
         self._launch_writes(writes)
@@ -144,18 +142,18 @@ class IndexedAdapter(BackedAdapter[Backend]):
         """Steps 1 to 4 of the module text; appends to `writes` what has to be written."""
         entry = self._index.get(key)
         if entry is not None:
-            if entry.state is State.WRITING or entry.state is State.DELETING:
+            if entry.state is WRITING or entry.state is DELETING:
                 item = StoreItem(batch, place, key, payload, record_bytes)
                 entry.waiting = [*(entry.waiting or ()), item]
                 return
-            if entry.state is State.PRESENT and entry.payload_bytes == len(payload):
+            if entry.state is PRESENT and entry.payload_bytes == len(payload):
                 self._index.touch(entry)
                 self._answer(batch, place, StoreAnswer.PRESENT)
                 return
             if not entry.idle:
                 self._answer(batch, place, StoreAnswer.RETRY)
                 return
-        replaces = entry is not None and entry.state is State.PRESENT
+        replaces = entry is not None and entry.state is PRESENT
         admission = self._index.admit(key, len(payload), record_bytes)
         if admission is None:
             self._answer(batch, place, StoreAnswer.FULL)
@@ -175,31 +173,34 @@ class IndexedAdapter(BackedAdapter[Backend]):
     def _writes_ended(self, piece: list[Write], results: list[work.Written]) -> None:
         more: list[Write] = []
         gone: list[Entry] = []
-        stored = 0
+        stored = stored_bytes = 0
         for write, result in zip(piece, results, strict=True):
             batch, position, _, entry, victims = write
             answer = result.answer
-            if answer is StoreAnswer.STORED:
-                self._settle_stored(write, gone)
+            if answer is STORED:
                 stored += 1
+                stored_bytes += entry.payload_bytes
+                self._settle_stored(write, gone)
             else:
-                self._settle_failed(write, result, gone)
                 self._counts.answers[answer] += 1
+                self._settle_failed(write, result, gone)
             self._set_answer(batch, position, answer)
             if entry.waiting:
                 self._wake(entry, answer, more)
             for victim in victims:
                 self._restart(victim, more)
-        self._counts.answers[StoreAnswer.STORED] += stored
+        self._counts.answers[STORED] += stored
+        self._counts.bytes_in += stored_bytes
         self._launch_writes(more)
         self._launch_deletes(gone)
 
     def _settle_stored(self, write: Write, gone: list[Entry]) -> None:
         """Bring the index up to date with what the work has done, victims first."""
-        self._settle_victims(write, len(write.victims))
-        self._counts.bytes_in += write.entry.payload_bytes
-        if self._index.written(write.entry):
-            self._retire(write.entry, gone)
+        entry, victims = write.entry, write.victims
+        if victims:
+            self._settle_victims(write, len(victims))
+        if self._index.written(entry):
+            self._retire(entry, gone)
 
     def _settle_failed(self, write: Write, result: work.Written, gone: list[Entry]) -> None:
         self._counts.io_errors += result.error is not None
@@ -249,9 +250,6 @@ class IndexedAdapter(BackedAdapter[Backend]):
                 self._index.begin_load(entry)
                 reads.append(make_read((batch, position, entry, view)))
                 batch.unanswered += 1
-                if len(reads) == work.SLICE_KEYS:
-                    self._launch_reads(reads)
-                    reads = []
         self._counts.loads += len(keys)
         self._launch_reads(reads)
         self._read_answered(batch)
@@ -262,8 +260,8 @@ class IndexedAdapter(BackedAdapter[Backend]):
         entry = self._index.get(key)
         if entry is None or entry.broken:
             return None
-        present = entry.state is State.PRESENT
-        if not present and entry.state is not State.DOOMED:
+        present = entry.state is PRESENT
+        if not present and entry.state is not DOOMED:
             return None
         if entry.payload_bytes == len(into):
             # A doomed record that is idle is one whose deletion failed: it may be half gone.
@@ -316,16 +314,16 @@ class IndexedAdapter(BackedAdapter[Backend]):
         gone: list[Entry] = []
         for key in keys:
             entry = self._index.get(key)
-            if entry is None or entry.state is State.DELETING:
+            if entry is None or entry.state is DELETING:
                 continue
-            if entry.state is State.WRITING:
+            if entry.state is WRITING:
                 entry.doom_when_written = True
             else:
                 self._doom(entry, gone)
         self._launch_deletes(gone)
 
     def _doom(self, entry: Entry, gone: list[Entry]) -> None:
-        if entry.state is not State.DELETING and self._index.doom(entry):
+        if entry.state is not DELETING and self._index.doom(entry):
             self._retire(entry, gone)
 
     def _retire(self, entry: Entry, gone: list[Entry]) -> None:

@@ -203,13 +203,15 @@ class SlabBackend:
                 places = [self._take_place(count, len(header)) for count, header in zip(pages, headers)]
             first = self._sequence + 1
             self._sequence += len(orders)
-        jobs: list[Job] = []
-        for position, ((key, payload), header, place) in enumerate(zip(orders, headers, places)):
-            if place is None:
-                results[position] = OSError(errno.ENOSPC, "no room in the slabs")
-            else:
-                record = make_record((len(payload), *place, first + position, header))
-                jobs.append(make_job((position, key, payload, record)))
+        jobs = [
+            make_job((position, key, payload, make_record((len(payload), *place, first + position, header))))
+            for position, ((key, payload), header, place) in enumerate(zip(orders, headers, places))
+            if place is not None
+        ]
+        if len(jobs) < len(orders):
+            for position, place in enumerate(places):
+                if place is None:
+                    results[position] = OSError(errno.ENOSPC, "no room in the slabs")
         return jobs
 
     def _take_rows(self, pages: list[int], slots: list[int]) -> list[_Place] | None:
@@ -282,7 +284,8 @@ class SlabBackend:
 
     def _write_entries(self, group: list[Job]) -> None:
         seed = self._files.seed
-        entries = [encode_entry(record.header, record.runs, record.sequence, seed) for _, _, _, record in group]
+        records = [job.record for job in group]
+        entries = [encode_entry(header, runs, sequence, seed) for _, runs, _, sequence, header in records]
         self._files.write_slots(group[0].record.slots.start, b"".join(entries))
 
     def _release(self, job: Job, error: Exception) -> Exception:

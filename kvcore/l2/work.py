@@ -27,7 +27,7 @@ Order = tuple[ObjectKey, memoryview]
 
 SLICE_BYTES = 4 * 1024 * 1024
 SLICE_BYTES_MAX = 16 * 1024 * 1024
-SLICE_KEYS = 64
+SLICE_KEYS = 128
 _SLICES = 4  # of a large batch: enough for a few threads
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -87,8 +87,8 @@ def delete_all(backend: Backend, keys: Sequence[ObjectKey]) -> list[Exception | 
 def slices(orders: Sequence[T], sizes_bytes: Sequence[int]) -> Iterator[tuple[list[T], int]]:
     """Cut a batch, in order, into pieces of at most `SLICE_KEYS`: (orders, bytes).
 
-    A piece has about `SLICE_BYTES`. Each costs the loop's thread some 50 us, so where there would be many they are
-    longer, up to `SLICE_BYTES_MAX`.
+    A piece has about `SLICE_BYTES`. Each costs the loop's thread some 50 us, and threads that hand the interpreter to
+    each other lose more, so where there would be many they are longer, up to `SLICE_BYTES_MAX`.
     """
     assert len(orders) == len(sizes_bytes)
     bytes_max = min(max(SLICE_BYTES, sum(sizes_bytes) // _SLICES), SLICE_BYTES_MAX)

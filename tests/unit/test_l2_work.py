@@ -19,7 +19,8 @@ MIB = 1 << 20
         (32, 2 * MIB, [8] * 4),  # large ones: no more pieces than threads want
         (64, 8 * MIB, [2] * 32),  # very large ones: no piece holds a thread for long
         (3, 20 * MIB, [1, 1, 1]),
-        (100, 4096, [64, 36]),
+        (512, MIB // 16, [128] * 4),
+        (200, 4096, [128, 72]),
         (0, 0, []),
     ],
 )
