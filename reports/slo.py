@@ -95,14 +95,12 @@ class Goodput:
 
 
 def parse_slo(words: str | Sequence[str] | None) -> Slo | None:
-    """`ttft:2000 tpot:50` as one text or several words; None or nothing at all: no objective."""
+    """`ttft:2000 tpot:50` as one text or several words; None: no objective."""
     if words is None:
         return None
     parts = words.split() if isinstance(words, str) else [part for word in words for part in word.split()]
     if not parts:
-        if isinstance(words, str):
-            raise ConfigError(f"the SLO is empty: leave the option out, or {EXAMPLE}")
-        return None
+        raise ConfigError(f"the SLO is empty: leave the option out, or {EXAMPLE}")
     return Slo(tuple(limits_of(parts).items()))
 
 

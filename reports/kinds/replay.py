@@ -138,6 +138,8 @@ def prepare(ask: Ask, parameters_file: Path | None) -> Replay:
     known = parameters.read(parameters_file)
     cells = {setting.name: setting for setting in _settings(known, ask)}
     trace = traces.read(ask.trace, raw_timestamps=ask.raw_timestamps, limit=ask.limit, seed=ask.seed)
+    for setting in cells.values():
+        simulate(trace.first(1), setting)  # what no cell can serve is found before the first is served
     return Replay(ask, trace, cells)
 
 

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 1. `check_folder` before any work: a folder that exists is refused. `--force` takes an empty one, or one that holds a
    report (a `report.json` with our schema) and nothing beside the files that it names: nothing of anybody else's is
-   ever removed.
+   ever removed. Whether there is a place to write is tried, not asked: for root every folder looks writable.
 2. Everything is written into a sibling folder first and moved into place at the end, so that a reader never finds half
    a report, and a failed write leaves the old one as it was. Who frees: `write` removes the sibling on every path.
 3. table.csv holds the report's main table, the first one; a further one is `table-NAME.csv`.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -43,14 +42,19 @@ def check_folder(path: Path, force: bool) -> None:
         raise ConfigError(f"{path} exists: name another folder with --out, or replace the report in it with --force")
     elif not path.is_dir() or not _replaceable(path):
         raise ConfigError(f"{path} holds something that is no part of a report: --force replaces reports only")
+    else:
+        _check_parent(path)
 
 
 def _check_parent(path: Path) -> None:
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"cannot make {path}: {parent} is no folder that can be written to")
+    try:
+        tempfile.TemporaryDirectory(dir=parent, prefix=f".{path.name}.").cleanup()
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot make {path}: {parent} is no folder that can be written to ({why})") from None
 
 
 def _replaceable(path: Path) -> bool:

@@ -152,7 +152,7 @@ def _find(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
     begun = [entry for known, entry in by_name.items() if wanted and known.startswith(wanted + "-")]
     if len(begun) == 1:
         return begun[0]
-    raise ConfigError(f"unknown {kind} {name!r}{_nearest(name, list(entries))}; a file of your own can add it")
+    raise ConfigError(f"unknown {kind} {name!r}{_nearest(name, list(entries))} (--parameters adds your own)")
 
 
 def _plain(name: str) -> str:

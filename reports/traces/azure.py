@@ -13,7 +13,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from kvcore.errors import ConfigError
-from kvcore.reports.traces.trace import TOKENS_MAX, Request, Trace
+from kvcore.reports.traces.trace import Request, Trace, check_tokens
 
 BLOCK_TOKENS = 512
 HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -33,19 +33,13 @@ def read(lines: Iterator[bytes], path: Path, limit: int | None) -> Trace:
         found = LINE.fullmatch(line)
         if found is None:
             raise ConfigError(f"{path}, line {number} is no request: {line[:60]!r}")
-        tokens, output = _count(found[7], path, number), _count(found[8], path, number)
+        tokens, output = int(found[7]), int(found[8])
+        check_tokens(tokens, output, f"{path}, line {number}")
         time_s = _seconds(found)
         begin = time_s if begin is None else begin
         blocks = tuple(islice(fresh, -(-tokens // BLOCK_TOKENS)))
         requests.append(Request(time_s - begin, tokens, output, blocks))
     return Trace(path.name, BLOCK_TOKENS, tuple(requests), (NOTE,))
-
-
-def _count(text: bytes, path: Path, number: int) -> int:
-    value = int(text)
-    if not 0 <= value <= TOKENS_MAX:
-        raise ConfigError(f"{path}, line {number}: {value:,} tokens cannot be")
-    return value
 
 
 def _seconds(found: re.Match[bytes]) -> float:

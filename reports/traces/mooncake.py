@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvcore.errors import ConfigError
-from kvcore.reports.traces.trace import Request, Trace
+from kvcore.reports.traces.trace import Request, Trace, check_tokens
 
 BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 1024, 2048, 4096)
 MS = 1e-3
@@ -43,9 +43,11 @@ def _rows(lines: Iterator[bytes], path: Path) -> Iterator[Row]:
         if not line.strip():
             raise ConfigError(f"{path}, line {number} is empty: the trace has a hole")
         try:
-            yield decode(line)
+            row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {number} is no request in Mooncake's format: {error}") from None
+        check_tokens(row.input_length, row.output_length, f"{path}, line {number}")
+        yield row
 
 
 def _block_tokens(rows: Sequence[Row], path: Path) -> int:

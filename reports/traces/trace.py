@@ -30,6 +30,7 @@ TOKENS_MAX = 100_000_000
 SECONDS_MAX = 1e9
 BLOCK_TOKENS_MAX = 65_536
 REQUESTS_MAX = 10_000_000
+BLOCK_IDS = 1 << 64
 BITS = 53
 
 
@@ -83,25 +84,34 @@ def checked(trace: Trace) -> Trace:
         raise ConfigError(f"{trace.name} holds no requests: is it the right file, and is the limit above 0?")
     if len(trace.requests) > REQUESTS_MAX:
         raise ConfigError(f"{trace.name} holds more than {REQUESTS_MAX:,} requests: give a limit")
-    before = 0.0
+    before = -math.inf
     for number, request in enumerate(trace.requests, 1):
-        _check_request(request, f"{trace.name}: request {number}", trace.block_tokens)
         if request.arrival_s < before:
             raise ConfigError(
                 f"{trace.name}: request {number} arrives at {request.arrival_s:g} s, before the one in front of it "
                 f"({before:g} s): sort the file by time"
             )
+        _check_request(request, f"{trace.name}: request {number}", trace.block_tokens)
         before = request.arrival_s
     return trace
+
+
+def check_tokens(input_tokens: int, output_tokens: int, where: str) -> None:
+    """ConfigError for numbers that no request can have. Readers ask before they reckon with blocks, so that a wrong
+    number is not answered with a hole."""
+    if not 1 <= input_tokens <= TOKENS_MAX:
+        raise ConfigError(f"{where} has {input_tokens:,} input tokens: from 1 to {TOKENS_MAX:,} can be")
+    if not 0 <= output_tokens <= TOKENS_MAX:
+        raise ConfigError(f"{where} has {output_tokens:,} output tokens: from 0 to {TOKENS_MAX:,} can be")
 
 
 def _check_request(request: Request, where: str, block_tokens: int) -> None:
     if not math.isfinite(request.arrival_s) or not 0 <= request.arrival_s <= SECONDS_MAX:
         raise ConfigError(f"{where} arrives at {request.arrival_s:g} s: times are from 0 to {SECONDS_MAX:g} s")
-    if not 1 <= request.input_tokens <= TOKENS_MAX:
-        raise ConfigError(f"{where} has {request.input_tokens:,} input tokens: from 1 to {TOKENS_MAX:,} can be")
-    if not 0 <= request.output_tokens <= TOKENS_MAX:
-        raise ConfigError(f"{where} has {request.output_tokens:,} output tokens: from 0 to {TOKENS_MAX:,} can be")
+    check_tokens(request.input_tokens, request.output_tokens, where)
+    wrong = next((block for block in request.blocks if not 0 <= block < BLOCK_IDS), None)
+    if wrong is not None:
+        raise ConfigError(f"{where} has the block id {wrong}: ids are from 0 to 2**64 - 1")
     needed = -(-request.input_tokens // block_tokens)
     if len(request.blocks) != needed:
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcore.errors import ConfigError
-from kvcore.reports.traces.trace import BITS, BLOCK_TOKENS_MAX, TOKENS_MAX, Chunker, Request, Trace
+from kvcore.reports.traces.trace import BITS, BLOCK_TOKENS_MAX, TOKENS_MAX, Chunker, Request, Trace, check_tokens
 from kvcore.sim.streams import RandomStream
 
 CHUNK_TOKENS = 512
@@ -112,6 +112,7 @@ def _list(rows: list[Row], begin_s: float, chunker: Chunker, size: int, where: s
         if row.type == "subagent":
             yield from _list(row.requests, begin_s + row.t, chunker, size, place)
             continue
+        check_tokens(row.input_tokens, row.output_tokens, place)
         same = min(row.keep, len(blocks)) // (CHUNK_TOKENS // size)
         blocks = _decoded(blocks, row, size, place)
         chunks = chunker.chunks(blocks, chunks[:same])
@@ -128,7 +129,7 @@ def _decoded(before: list[int], row: Row, size: int, place: str) -> list[int]:
     for first, length in row.add:
         blocks.extend(range(first, first + length))
     rest = row.input_tokens - len(blocks) * size
-    if not 1 <= row.input_tokens <= TOKENS_MAX or not -size < rest < size:
+    if not -size < rest < size:
         raise ConfigError(
             f"{place} has {row.input_tokens:,} input tokens and {len(blocks)} blocks of {size}: the trace has a hole"
         )

@@ -54,7 +54,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (["trace", "--limit", "0"], "--limit takes a whole number"),
         (["trace", "--load", "-1"], "--load takes a number"),
         (["goodput", "--slo", "tftt:200"], "did you mean 'ttft'"),
+        (["trace", "--tier", "host memory (DMA)=8GiB", "--tier", "S3=1KB"], "cannot hold one chunk of 512 tokens"),
         (["goodput", "--slo", "ttft"], "has no colon"),
+        (["goodput", "--slo", ""], "the SLO is empty"),
         (["ladder"], "give at least one of --ladder, --swarm and --zoo"),
         (["ladder", "--zoo", "none.json"], "--zoo: cannot read none.json"),
         (["ladder", "--zoo", str(RESULTS / "swarm.json")], "is not what `kvcore zoo --json` writes"),
@@ -96,6 +98,8 @@ def test_a_place_that_cannot_be_written_is_refused(refused: Refused, tmp_path: P
     (tmp_path / "file").write_text("")
     assert "file exists" in refused("breakeven", "--out", "file")
     assert "is no folder that can be written to" in refused("breakeven", "--out", "file/below")
+    if Path("/proc/self").is_dir():  # where the mode lets root write, and nobody can
+        assert "is no folder that can be written to" in refused("breakeven", "--out", "/proc/report")
 
 
 def test_the_folder_holds_page_pictures_tables_and_provenance(

@@ -72,6 +72,10 @@ def test_a_gzip_file_is_read_as_well(tmp_path: Path) -> None:
         ([row(0, 0, [])], "0 input tokens"),
         ([row(0, -5, [])], "-5 input tokens"),
         ([row(0, 512, [0], output=10**12)], "output tokens"),
+        ([row(0, 512, [0]), row(1, -5, [1])], "line 2 has -5 input tokens: from 1 to"),
+        ([row(0, 512, [0]), row(1, 10**25, [1])], "input tokens: from 1 to"),
+        ([row(0, 512, [0]), row(1, 512, [-1])], "has the block id -1"),
+        ([row(0, 512, [2**64])], "has the block id 18446744073709551616"),
         ([], "no requests"),
     ],
 )
@@ -169,8 +173,9 @@ def test_the_leap_day_counts(tmp_path: Path) -> None:
     [
         ("a,b\n", "no Azure trace"),
         (AZURE + "yesterday,1,1\n", "line 2"),
-        (AZURE + "2024-01-01 00:00:00,-1,1\n", "-1 tokens"),
-        (AZURE + "2024-01-01 00:00:00,1,99999999999\n", "tokens cannot be"),
+        (AZURE + "2024-01-01 00:00:00,-1,1\n", "line 2 has -1 input tokens"),
+        (AZURE + "2024-01-01 00:00:00,1,99999999999\n", "output tokens: from 0 to"),
+        (AZURE + "2024-01-01 00:00:09,1,1\n2024-01-01 00:00:00,1,1\n", "sort the file by time"),
     ],
 )
 def test_a_broken_azure_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -229,6 +234,7 @@ def test_a_prompt_may_name_its_whole_blocks_only(tmp_path: Path) -> None:
         ([ask(0, 512, 0, [[0, 10**12]])], 64, "run that cannot be"),
         ([ask(-1, 512, 0, [[0, 8]])], 64, "at -1 s"),
         ([ask(0, 0, 0, [])], 64, "0 input tokens"),
+        ([ask(0, -5, 0, [[0, 2]])], 64, "-5 input tokens: from 1 to"),
         ([ask(0, 512, 0, [[0, 8]])], 48, "mixed block sizes"),
     ],
 )
