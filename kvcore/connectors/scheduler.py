@@ -139,7 +139,7 @@ class SchedulerConnector:
             return 0, False
         if not tracker.answers(len(request.tokens), local_tokens):
             self._new_generation(tracker)
-        if not self._worth_asking(tracker, len(request.tokens), local_tokens):
+        if not (request.reads_cache and self._worth_asking(tracker, len(request.tokens), local_tokens)):
             return 0, False
         self.admission.waits(request.request_id, len(request.tokens))
         if tracker.phase is Phase.IDLE:
@@ -368,6 +368,17 @@ class SchedulerConnector:
             self._orphans[tracker.request_id] = None
         elif planned is not None:
             del self._loads[tracker.request_id]
+
+    def keys_changed(self) -> None:
+        """The hasher makes other keys from here on. What was found under the old ones is given back, and asked anew.
+
+        An attempt that holds blocks goes on, with KV of two lives: nothing more of it is stored.
+        """
+        self._confined.check()
+        for tracker in self._trackers.values():
+            tracker.outdated = True
+            if tracker.phase not in (Phase.LOADING, Phase.RUNNING):
+                self._new_generation(tracker)
 
     # ------------------------------------------------------------------ helpers
 

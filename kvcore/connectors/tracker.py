@@ -77,7 +77,8 @@ class RequestTracker:
     """One request of the engine, from the first question to its end. Fields are written by the methods only.
 
     `tokens` are those known when the last step was built; `hashes` of their full chunks, kept over generations.
-    `computed_tokens` counts those that are computed once that step has run.
+    `computed_tokens` counts those that are computed once that step has run. `outdated`: the hashes are those of another
+    life of the keys; this generation stores nothing more, and the next one hashes anew.
     """
 
     layout: CacheLayout
@@ -92,6 +93,7 @@ class RequestTracker:
     resumed: bool = False  # an attempt that had computed something was lost
     load_failures: int = 0
     # of the generation
+    outdated: bool = False
     phase: Phase = Phase.IDLE
     leased: bool = False  # the servers may hold leases for it
     lengths: int = 1  # servable lengths as a bit set; bit 0 is always set
@@ -116,6 +118,8 @@ class RequestTracker:
         assert generation > self.generation, "a generation is never used twice"
         assert not self.leased, "leases of a generation are given back before it ends"
         self.generation = generation
+        if self.outdated:
+            self.hashes, self.outdated = [], False
         self.resumed = self.resumed or self.computed_tokens > 0
         self.phase = Phase.IDLE
         self.lengths, self.chosen = 1, None
@@ -261,7 +265,9 @@ class RequestTracker:
 
     @property
     def chunks_due(self) -> int:
-        """Full chunks whose KV can be relied on; 0 while a load is not confirmed."""
+        """Full chunks whose KV can be relied on; 0 while a load is not confirmed, and when the keys have changed."""
+        if self.outdated:
+            return 0
         return self.computed_tokens // self.layout.chunk_tokens if self.confirmed else 0
 
     def take_stores(self, blocks: BlockTable) -> list[CellBlocks]:

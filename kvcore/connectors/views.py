@@ -25,6 +25,7 @@ class RequestView:
 
     `tokens` are prompt plus generated tokens (after a preemption the generated ones are part of what must be
     computed again). `cache_salt` separates tenants. `extras` are (offset, length, id) of multimodal items.
+    `reads_cache` False: all of it must be computed (for the log-probabilities of a prompt), and may be stored.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class RequestView:
     prompt_tokens: int
     cache_salt: str = ""
     extras: tuple[tuple[int, int, bytes], ...] = ()
+    reads_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ from kvcore.service.limits import MESSAGE_BYTES_MAX, QUEUE_MESSAGES_MAX, check_m
 _BURST_MESSAGES = 256
 _RECONNECT_MS = 20
 _RECONNECT_MS_MAX = 1000
+_CONNECT_TIMEOUT_MS = 3000
+"""A connect that is not answered at all (a server that moved) is tried anew; the system would wait two minutes."""
 _IPC = "ipc://"
 
 # As plain numbers: arithmetic with the flags of an enum costs more than receiving a message.
@@ -299,6 +301,7 @@ class ZmqClientTransport:
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+        self._socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         if curve is not None:
             self._socket.use_curve(curve)
         self._socket.connect(address, self._send_backlog)

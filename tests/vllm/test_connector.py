@@ -28,7 +28,13 @@ from kvcore.connectors.vllm.stats import SCHEDULER_COUNTERS, WORKER_COUNTERS, Kv
 from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.errors import ConfigError
 from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
-from kvcore.ladder.targets.vllm_scheduler.engine import make_config, make_kv_config, make_request, make_scheduler
+from kvcore.ladder.targets.vllm_scheduler.engine import (
+    ABORTED,
+    make_config,
+    make_kv_config,
+    make_request,
+    make_scheduler,
+)
 from kvcore.ladder.targets.vllm_scheduler.fake_runner import FakeRunner, Finding
 from kvcore.ladder.targets.vllm_scheduler.tokens import reference
 from kvcore.runtime.child import ENDS_IN_S, ServerChild
@@ -80,17 +86,22 @@ class Engine:
 
     def serve(self) -> None:
         """All requests at once, from an empty prefix cache; every token and every slot must be right."""
+        tokens = self.add_all()
+        self._run(tokens)
+        for request in self.case.requests:
+            assert tokens[f"{request.request_id}.{self._passes}"] == reference(request.prompt, request.output_tokens)
+        assert not self.findings
+        assert self.scheduler.reset_prefix_cache()
+
+    def add_all(self) -> dict[str, list[int]]:
+        """The requests of the next pass, and where their tokens go."""
         self._passes += 1
         tokens: dict[str, list[int]] = {}
         for request in self.case.requests:
             name = f"{request.request_id}.{self._passes}"
             tokens[name] = []
             self.scheduler.add_request(make_request(replace(request, request_id=name), 0.0))
-        self._run(tokens)
-        for request in self.case.requests:
-            assert tokens[f"{request.request_id}.{self._passes}"] == reference(request.prompt, request.output_tokens)
-        assert not self.findings
-        assert self.scheduler.reset_prefix_cache()
+        return tokens
 
     def _run(self, tokens: dict[str, list[int]]) -> None:
         for _ in range(STEPS_MAX):
@@ -112,6 +123,10 @@ class Engine:
                 return
             self._step({})
         raise AssertionError("not done")
+
+    @property
+    def known(self) -> Any:
+        return self.scheduler.connector._scheduler._known
 
     @property
     def moved(self) -> Any:
@@ -163,6 +178,24 @@ def test_an_engine_that_starts_anew_hits_what_the_last_one_left_in_its_servers(s
                 assert (engine.moved.loads >= len(CASE.requests)) == bool(life)
 
 
+def test_two_engines_of_one_server_with_equal_request_ids_are_kept_apart(tmp_path: Path) -> None:
+    """S06: both number their requests alike, step by step; neither's question ends the other's."""
+    with server(tmp_path) as address, engine_of(servers=address) as one, engine_of(servers=address) as two:
+        for engine in (one, two):
+            engine.serve()
+        loaded = [engine.moved.loads for engine in (one, two)]
+        begin = [(engine, engine.add_all()) for engine in (one, two)]
+        for _ in range(STEPS_MAX):
+            busy = [(engine, tokens) for engine, tokens in begin if engine.scheduler.has_requests()]
+            for engine, tokens in busy:
+                engine._step(tokens)
+            if not busy:
+                break
+        for engine, before in zip((one, two), loaded, strict=True):
+            assert not engine.findings
+            assert (engine.moved.loads - before, engine.moved.loads_failed) == (len(CASE.requests), 0)
+
+
 def test_a_server_that_would_refuse_every_question_stops_the_engine_at_its_start(tmp_path: Path) -> None:
     with server(tmp_path) as address:
         refuse(CASE, "chunk_tokens: the server has 16, the client has 32", servers=address, chunk_tokens=32)
@@ -193,6 +226,58 @@ def test_after_a_reset_of_the_cache_nothing_that_was_stored_is_found() -> None:
         assert engine.moved.cells_stored > before.cells_stored
         engine.serve()
         assert engine.moved.loads >= before.loads + len(CASE.requests), "and the new life's are found"
+
+
+def test_a_reset_with_requests_under_way_leaves_them_nothing_old_to_load() -> None:
+    """S02: as vLLM does it when it pauses: the running ones are preempted, the waiting ones wait."""
+    with engine_of(replace(CASE, max_num_seqs=3), **IN_PROCESS) as engine:
+        engine.serve()
+        before = engine.moved.loads
+        tokens = engine.add_all()
+        for _ in range(STEPS_MAX):
+            engine._step(tokens)
+            if any(tokens.values()) and not any(known.loading for known in engine.known.values()):
+                break
+        loaded = engine.moved.loads
+        assert loaded > before, "the cache is used"
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine._run(tokens)
+        assert engine.moved.loads == loaded, "keys of another life"
+        assert not engine.findings
+
+
+def one_request(engine: Engine, name: str, **fields: Any) -> None:
+    """Serve one request, of which vLLM says something more."""
+    request = make_request(replace(engine.case.requests[0], request_id=name), 0.0)
+    for field, value in fields.items():
+        setattr(request, field, value)
+    engine.scheduler.add_request(request)
+    engine._run({name: []})
+    engine._step({})
+    assert not engine.findings
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def test_a_request_that_reads_no_cache_is_stored_and_not_looked_up() -> None:
+    """S01: `prompt_logprobs` and token-wise pooling."""
+    with engine_of(**IN_PROCESS) as engine:
+        core = engine.scheduler.connector._side.scheduler
+        for name in ("cold", "warm"):
+            one_request(engine, name, skip_reading_prefix_cache=True)
+        assert (core.statistics().lookups, core.statistics().tokens_queried) == (0, 0)
+        assert engine.moved.cells_stored > 0
+        one_request(engine, "ordinary")
+        assert engine.moved.loads == 1
+
+
+def test_a_prompt_of_tokens_and_embeddings_is_not_for_the_cache() -> None:
+    """S03: vLLM's hashes do not know which positions the embeddings stand for."""
+    with engine_of(**IN_PROCESS) as engine:
+        one_request(engine, "mixed", prompt_is_token_ids=[True, False] * 34 + [True])
+        one_request(engine, "same tokens")
+        assert (engine.moved.loads, engine.moved.cells_stored > 0) == (0, True)
+        one_request(engine, "mixed again", prompt_is_token_ids=[True, False] * 34 + [True])
+        assert engine.moved.loads == 0
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -316,6 +401,23 @@ def test_kv_events_name_each_published_cell_once_in_the_engines_own_words(
         told = {(event.group_idx, *event.block_hashes) for event in published.behind}
         assert len(told) == len(published.behind) == ends[True], "what was there already is no news"
         assert engine.scheduler.connector._book._planned == {}, "nothing is kept for stores that have ended"
+
+
+def test_nothing_that_was_stored_before_a_reset_is_told_of_after_it() -> None:
+    """S07: a router that has heard that everything is gone would send requests to blocks that nobody can find."""
+    with engine_of(events=True, **IN_PROCESS) as engine:
+        published = engine.scheduler.kv_event_publisher = Published()
+        tokens = engine.add_all()
+        while not engine.scheduler.connector._book._planned:
+            engine._step(tokens)
+        told = len(published.behind)
+        engine.scheduler.finish_requests(list(tokens), ABORTED)
+        assert engine.scheduler.reset_connector_cache()
+        engine.hear_of_all_stores()
+        assert len(published.behind) == told
+        engine.serve()
+        engine.hear_of_all_stores()
+        assert len(published.behind) > told
 
 
 def test_without_anybody_who_wants_events_nothing_is_noted() -> None:

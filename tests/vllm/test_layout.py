@@ -230,6 +230,25 @@ def test_the_namespace_carries_what_the_bytes_of_a_chunk_are() -> None:
     assert fingerprints_of(kv_config(), "cpu") != fingerprints_of(kv_config(), "cuda"), "another kernel's blocks"
 
 
+def test_whatever_changes_the_kv_of_a_model_changes_the_namespace_and_nothing_else_does() -> None:
+    """S04: positions stretched by an override, rounded weights; and a folder or a library of another name."""
+
+    def named(**changes: Any) -> bytes:
+        config = make_config(CASE, {})
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+        for name, value in changes.items():
+            holder = config.model_config if hasattr(config.model_config, name) else config.model_config.hf_config
+            setattr(holder, name, value)
+        return namespace_of(config, kv_config(), layout_of(kv_config())).digest
+
+    plain = named()
+    assert plain == named(transformers_version="0") == named(_name_or_path="elsewhere")
+    others = [named(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), named(rms_norm_eps=1e-6)]
+    others += [named(quantization="fp8"), named(quantization="awq"), named(quantization_config={"linear": "int8"})]
+    assert len({plain, *others}) == 6
+
+
 def test_blocks_on_a_device_are_named_by_the_backends_that_were_asked_for() -> None:
     """The order inside a block is the backend's; on the CPU names stay what they were."""
 

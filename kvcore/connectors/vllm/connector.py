@@ -194,13 +194,18 @@ class KvcoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Nothing stored before is found again by this engine, wherever it lies: its keys are other ones from here on.
 
-        vLLM asks for this when weights have changed. Call it while no request is under way.
+        vLLM asks for this when weights have changed. Requests that wait are looked up anew; one that holds blocks is
+        not stored any more until it has been preempted.
         """
         self._run(self._renew())
+        if self._book is not None:
+            self._book.reset()
         return True
 
     async def _renew(self) -> None:
         self._side.hasher.renew(fresh_bytes(_RENEWAL_BYTES))
+        if self._side.scheduler is not None:
+            self._side.scheduler.keys_changed()
         if self._attached.host is not None:
             self._attached.host.storage.drop_l1()
 

@@ -10,7 +10,8 @@ Theory of operation
 An event is told after the cell was published, never when it was only planned. Its block hashes, parent, tokens and
 extra keys are vLLM's own for these blocks, so a router that knows an engine's prefix cache knows the cache behind it;
 the medium is CPU, and a cell has the index of its group. Nobody tells that a cell has been evicted: it may be in
-another tier or server. After a reset vLLM itself says that everything is gone.
+another tier or server. After a reset vLLM itself says that everything is gone, and nothing is told of what was planned
+before.
 
 Workers' metadata is the way, rather than vLLM's own channel of events from workers: MultiConnector passes it on.
 
@@ -55,9 +56,12 @@ def wants_events(vllm_config: Any) -> bool:
 
 @dataclass(slots=True)
 class _Planned:
-    """Stores of one cell that have not ended. Whichever request began the first: the tokens are the same."""
+    """Stores of one cell that have not ended. Whichever request began the first: the tokens are the same.
 
-    request: Any
+    `request` None: nobody is told, because the cache has been reset since.
+    """
+
+    request: Any | None
     chunk: int
     stores: int = 0
 
@@ -97,7 +101,7 @@ class EventBook:
             planned.stores -= 1
             if not planned.stores:
                 del self._planned[key]
-            if note.published:
+            if note.published and planned.request is not None:
                 self._events.append(self._event(planned.request, note.group, planned.chunk))
 
     def _event(self, request: Any, group: int, chunk: int) -> BlockStored:
@@ -121,6 +125,12 @@ class EventBook:
             group_idx=group,
             session_id=request.session_id,
         )
+
+    def reset(self) -> None:
+        """Whoever hears that everything is gone must not hear afterwards of something that was stored before."""
+        self._events = []
+        for planned in self._planned.values():
+            planned.request = None
 
     def take(self) -> list[BlockStored]:
         events, self._events = self._events, []

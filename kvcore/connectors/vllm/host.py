@@ -294,6 +294,7 @@ def engine_namespace(
     *,
     model_name: str,
     revision: str,
+    quantisation: str,
     kv_dtype: str,
     algorithm: str,
     seed: str,
@@ -306,6 +307,7 @@ def engine_namespace(
     named = Namespace(
         model_name=model_name,
         model_revision=revision,
+        quantisation=quantisation,
         kv_dtype=kv_dtype,
         chunk_tokens=layout.chunk_tokens,
         hash_mode="engine",

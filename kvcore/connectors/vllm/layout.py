@@ -16,11 +16,13 @@ registration the tensors are discovered, and must give the same fingerprints, or
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from blake3 import blake3
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
@@ -35,6 +37,8 @@ from kvcore.keys import Namespace
 
 CHUNK_TOKENS = 256
 _RANDOM_SEED = ("xxhash",)
+_SAYS_NOTHING = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+_CONFIGURATION_CHARS = 32
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -82,12 +86,26 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     return engine_namespace(
         layout,
         model_name=str(model.model),
-        revision=str(model.revision or ""),
+        revision=f"{model.revision or ''}/{_configuration(model.hf_config)}",
+        quantisation=_quantisation(model),
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}/{model.dtype}",
         algorithm=str(algorithm),
         seed=_hash_seed(str(algorithm)),
         kv_fingerprints=fingerprints_of(kv_cache_config, filled_by(vllm_config)),
     )
+
+
+def _configuration(hf_config: Any) -> str:
+    """A digest of what the model was told to be: overrides (of its positions, say) change the KV, and no other name."""
+    told = json.loads(hf_config.to_json_string(use_diff=False))
+    said = {name: value for name, value in told.items() if name not in _SAYS_NOTHING}
+    return blake3(json.dumps(said, sort_keys=True).encode()).hexdigest()[:_CONFIGURATION_CHARS]
+
+
+def _quantisation(model: Any) -> str:
+    """Of the weights. Weights that are rounded make other KV."""
+    details = model.quantization_config
+    return f"{model.quantization or ''}" if details is None else f"{model.quantization or ''}/{details!r}"
 
 
 def _hash_seed(algorithm: str) -> str:

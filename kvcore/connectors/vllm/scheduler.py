@@ -25,6 +25,9 @@ different ways; nothing here depends on how an output names it.
 6. *Answers grow old*: vLLM asks for the head of its queue in every step, however long that finds no room, and the
    leases behind an answer run out (`StorageConfig.lease_ns`, a minute). An old answer is given up and asked for anew: a
    load that fails costs a request its time, and an engine that loads synchronously for several groups its life.
+7. *Not for the cache*: a request whose every token must be computed (`skip_reading_prefix_cache`) is stored and not
+   looked up. A prompt of tokens and embeddings is neither: vLLM's hashes know the embeddings, and not which positions
+   they stand for, so unlike prompts may have equal hashes.
 
 Who holds: one `_Known` per request from its arrival to its end. Blocks stay vLLM's; True from `finished` keeps them for
 the workers until these report `finished_sending`.
@@ -98,6 +101,8 @@ class SchedulerHalf:
         known.table = ()
         known.due_tokens = 0
         known.local_tokens = local_tokens
+        if request.prompt_is_token_ids is not None:
+            return 0, False
         if known.loading:
             known.loading = False
             self._stranded[request.request_id] = None
@@ -308,4 +313,10 @@ def _tokens(request: Any) -> EngineTokens:
 
 
 def _view(request: Any) -> RequestView:
-    return RequestView(request.request_id, _tokens(request), request.num_prompt_tokens, request.cache_salt or "")
+    return RequestView(
+        request.request_id,
+        _tokens(request),
+        request.num_prompt_tokens,
+        request.cache_salt or "",
+        reads_cache=not request.skip_reading_prefix_cache,
+    )

@@ -60,6 +60,7 @@ LOAD_FAILURES_MAX = 1
 """A request whose load failed is computed. In vLLM 0.32.0 a failed asynchronous load keeps its reservation of blocks:
 a second attempt may wait for room that it holds itself, for ever (docs/findings)."""
 _STOP_TIMEOUT_S = 10.0
+_NAME_BYTES = 8
 _log = logging.getLogger("kvcore.vllm")
 
 
@@ -203,6 +204,7 @@ async def _link(engine: EngineConfig, settings: Settings, rank: int | None) -> R
             engine.limits,
             load_async=engine.load_async,
             load_failures_max=LOAD_FAILURES_MAX,
+            session_prefix=f"{side.clock.token(_NAME_BYTES)}/",  # the servers may have other engines, with equal ids
         )
     else:
         side.worker, side.noted = worker_half(
