@@ -1,6 +1,7 @@
 """Every public report is a test or has a reason: `docs/public-reports.md` and the docstrings of the tests agree.
 
-The table in the docs is the list of the reports' numbers and variants.
+The tables in the docs are the list of the reports' numbers and variants: R of those that were collected first, S of
+those found since, each with its source.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +39,8 @@ NUMBERS = (
 )
 NUMBERS += (45, 46, 47, 49, 50, 52, 53, 54, 56, 57, 58, 60, 61, 62, 63, 65, 67, 68, 71, 72, 73, 75)
 ROW = re.compile(r"^\| R(\d\d)(?: ([a-z]))? \| ([^|]+) \| ([^|]*) \| ([^|]*) \|$")
+FOUND = re.compile(r"^\| (S\d\d) \| ([^|]+) \| ([^|]+) \| ([^|]*) \| ([^|]*) \|$")
+SOURCE = re.compile(r"[\w.-]+(?:/[\w.-]+)?#\d+")
 ISSUES = "EFGHI"
 
 
@@ -54,6 +58,28 @@ def rows() -> tuple[Row, ...]:
     found = [match for line in lines if line.startswith("| R") and (match := ROW.match(line))]
     assert len(found) == sum(line.startswith("| R") for line in lines), "a row of the table is misshapen"
     return tuple(map(Row, found))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A report found since: what it is of, and either tests that name it or why there is none."""
+
+    name: str
+    sources: str
+    what: str
+    tests: tuple[str, ...]
+    left: str
+
+
+@cache
+def found_since() -> tuple[Found, ...]:
+    lines = [line for line in TABLE.read_text().splitlines() if re.match(r"\| S\d", line)]
+    matches = [match for line in lines if (match := FOUND.match(line))]
+    assert len(matches) == len(lines), "a row of what was found since is misshapen"
+    return tuple(
+        Found(name, sources, what, tuple(re.findall(r"`([^`]+)`", tests)), left.strip())
+        for name, sources, what, tests, left in (match.groups() for match in matches)
+    )
 
 
 @cache
@@ -98,6 +124,34 @@ def test_every_number_that_a_test_names_is_in_the_table() -> None:
     known = {row.number for row in rows()}
     for identity, numbers in named_tests():
         assert numbers <= known, f"{identity} names a report that the table does not have"
+
+
+def found_in(docstring: str) -> set[str]:
+    return set(re.findall(r"\bS\d\d\b", docstring))
+
+
+def test_what_was_found_since_is_numbered_in_order_and_has_sources() -> None:
+    assert [each.name for each in found_since()] == [f"S{number + 1:02}" for number in range(len(found_since()))]
+    for each in found_since():
+        assert SOURCE.search(each.sources), f"{each.name} has no source"
+
+
+@pytest.mark.parametrize("row", found_since(), ids=lambda row: row.name)
+def test_a_report_found_since_has_a_test_or_a_reason(row: Found) -> None:
+    assert row.tests or row.left, f"{row.name} is neither tested nor left with a reason"
+    for identity in row.tests:
+        path, _, name = identity.partition("::")
+        assert name in functions(path), f"{identity} does not exist"
+        assert row.name in found_in(functions(path)[name]), f"{identity} does not say that it is {row.name}"
+
+
+def test_every_report_found_since_that_a_test_names_is_in_the_table_with_that_test() -> None:
+    told = {(row.name, identity) for row in found_since() for identity in row.tests}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        relative = str(path.relative_to(ROOT))
+        for name, docstring in functions(relative).items():
+            for number in found_in(docstring):
+                assert (number, f"{relative}::{name}") in told, f"{name} says that it is {number}; the table does not"
 
 
 def test_the_reading_of_numbers_sees_each_way_of_writing_them() -> None:

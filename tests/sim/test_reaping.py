@@ -274,6 +274,8 @@ def test_the_leases_of_what_a_silent_worker_reads_end_and_its_bytes_are_not_take
 
 
 def test_a_worker_that_copies_for_a_long_time_pings_and_is_not_reaped(rig: Rig) -> None:
+    """S10."""
+
     async def scenario(rig: Rig) -> None:
         grants = await rig.by("worker", rig.worker.reserve_store("t", CELLS))
         await rig.sleep(20 * SILENCE)

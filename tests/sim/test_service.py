@@ -589,7 +589,7 @@ def test_two_sides_that_differ_are_refused_with_both_values() -> None:
 
 
 def test_a_lost_reply_to_a_store_is_followed_by_an_abort_and_the_staging_goes_back() -> None:
-    """R35, I11: the worker gives up the wait, the server is told, nothing leaks and nothing becomes visible."""
+    """S16; R35, I11: the worker gives up the wait, the server is told, nothing leaks and nothing becomes visible."""
 
     async def scenario(world: World) -> None:
         hashes = world.hashes(1, 2)

@@ -104,6 +104,8 @@ def test_a_store_that_cannot_be_submitted_fails_and_leaves_no_lease(rig_of: RigO
 
 
 def test_a_hung_adapter_pins_only_what_is_in_flight_and_that_only_until_its_deadline(rig_of: RigOf) -> None:
+    """S18."""
+
     async def scenario(rig: Any) -> None:
         rig.store(rig.keys(6))
         await rig.pause()
@@ -183,6 +185,8 @@ def test_skip_l1_waits_for_the_last_target_and_one_success_is_enough(rig_of: Rig
 
 
 def test_skip_l1_keeps_an_ordinary_copy_when_no_target_has_stored(rig_of: RigOf) -> None:
+    """S19."""
+
     async def scenario(rig: Any) -> None:
         for adapter in rig.adapters:
             adapter.store_answer = lambda key: StoreAnswer.FULL

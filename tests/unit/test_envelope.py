@@ -61,6 +61,8 @@ def test_bytes_behind_a_record_are_found(extra):
 
 
 def test_the_record_of_another_key_is_foreign():
+    """S23."""
+
     assert judge(record_of(OTHER)) is Defect.FOREIGN
     assert judge(record_of(OTHER._replace(model_name="a longer name"))) is Defect.FOREIGN
     assert judge(record_of(OTHER._replace(cache_salt=""))) is Defect.FOREIGN

@@ -220,6 +220,8 @@ def test_a_crash_between_any_two_file_operations_costs_at_most_what_was_not_flus
 
 @pytest.mark.parametrize("fsync", [False, True])
 def test_what_was_stored_before_a_crash_is_there_after_it(fsync):
+    """S21."""
+
     disk = Disk(SimFiles(fsync=fsync))
     assert disk.put_all(range(5)) == [STORED] * 5
     disk.files.kill(torn=fsync)
@@ -397,7 +399,7 @@ def test_a_sub_directory_that_cannot_be_made_again_costs_one_attempt():
 
 
 def test_a_read_error_is_a_miss_and_the_record_goes():
-    """R17: a load that failed must not leave a lookup that goes on saying yes."""
+    """S22; R17: a load that failed must not leave a lookup that goes on saying yes."""
     disk = Disk()
     disk.put(0)
     disk.files.fail_op(1, errno.EIO, "read")

@@ -66,7 +66,7 @@ def test_nobody_sees_an_object_before_it_is_published() -> None:
 
 
 def test_two_writers_of_one_key_in_every_order_leave_one_whole_object() -> None:
-    """R29: the first to commit wins, the loser is told, and a reader misses, then finds one writer's bytes."""
+    """S24; R29: the first to commit wins, the loser is told, and a reader misses, then finds one writer's bytes."""
     steps = [("w1", "reserve"), ("w1", "finish"), ("w2", "reserve"), ("w2", "finish")]
     orders = [
         o
@@ -233,7 +233,7 @@ def test_the_same_tag_gets_a_fresh_buffer_after_expiry_while_the_old_one_drains(
 
 
 def test_a_reader_keeps_its_object_through_delete_and_eviction() -> None:
-    """R27: the matched object survives an eviction of everything."""
+    """S15; R27: the matched object survives an eviction of everything."""
     l1 = cache()
     store(l1, K[0], K[1])
     l1.reserve_read(ANN, [K[0]])
@@ -245,7 +245,7 @@ def test_a_reader_keeps_its_object_through_delete_and_eviction() -> None:
 
 
 def test_an_object_under_a_copy_but_without_a_lease_is_not_evicted() -> None:
-    """R27: the bytes of a batch stay until the last copy of them has ended."""
+    """S17; R27: the bytes of a batch stay until the last copy of them has ended."""
     l1 = cache()
     store(l1, K[0], K[1])
     l1.reserve_read(ANN, [K[0]], deadline_ns=10)

@@ -466,7 +466,7 @@ def test_a_finished_load_is_not_asked_for_or_loaded_again(desk_of: DeskOf) -> No
 
 
 def test_hits_are_counted_once_however_often_allocation_fails(desk_of: DeskOf) -> None:
-    """R60: 161 tokens, 80 local, 48 in the cache beyond: queried 81, hit 48."""
+    """S25; R60: 161 tokens, 80 local, 48 in the cache beyond: queried 81, hit 48."""
 
     async def scenario(desk: Any) -> None:
         await desk.store("first", 130)

@@ -35,7 +35,7 @@ async def take_blocks(desk: Any, tables: list[list[int]], name: str = "thief") -
 
 @pytest.mark.parametrize("cuts", [(70,), (10, 20, 40), (16, 16, 16, 16, 6), (1,) * 70])
 def test_stores_are_disjoint_increasing_whole_chunks_of_computed_tokens(desk_of: DeskOf, cuts: tuple[int, ...]) -> None:
-    """P1."""
+    """S13; P1."""
 
     async def scenario(desk: Any) -> None:
         job = desk.job("one", 70)
@@ -414,7 +414,7 @@ def test_a_request_aborted_before_its_load_was_handed_over_is_reported_too(desk_
 
 @pytest.mark.parametrize("when_ns", [0, 30_000, 200_000, 5 * MS])
 def test_an_abort_while_the_lookup_runs_leaves_nothing(desk_of: DeskOf, when_ns: int) -> None:
-    """R24: whichever comes first, with no further traffic."""
+    """S14; R24: whichever comes first, with no further traffic."""
 
     async def scenario(desk: Any) -> None:
         await desk.store("first", 64)

@@ -172,7 +172,7 @@ def test_a_cleared_block_whose_load_fails_is_reported_and_not_left_as_it_was(des
 def test_a_load_does_not_overwrite_a_block_that_an_earlier_kernel_still_reads(
     desk_of: DeskOf, load_async: bool
 ) -> None:
-    """R05 b: the last reader of the reused block is on the compute queue."""
+    """S26; R05 b: the last reader of the reused block is on the compute queue."""
 
     async def scenario(desk: Any) -> None:
         await desk.store("first", 64)

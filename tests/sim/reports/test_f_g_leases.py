@@ -135,7 +135,7 @@ def test_two_writers_of_one_key_and_a_reader_that_never_sees_half_a_value(rig_of
 
 @pytest.mark.parametrize("seed", range(10))
 def test_two_writers_of_one_record_and_a_reader_of_the_real_adapter(rig_of: RigOf, seed: int) -> None:
-    """R29, in L2: a lookup says yes only when a load gives the whole value; a second store is told PRESENT."""
+    """S20; R29, in L2: a lookup says yes only when a load gives the whole value; a second store is told PRESENT."""
 
     async def scenario(rig: Any) -> None:
         key, value, pump = rig.key(0), b"v" * 64, rig.storage._pumps[0]

@@ -1,0 +1,228 @@
+"""Public reports found since the list was made: the rows S01 and on of `docs/public-reports.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from kvcore.answers import Answer
+from kvcore.keys import ChunkHasher
+
+MS = 1_000_000
+S = 1_000_000_000
+CHUNK = 16
+
+DeskOf = Callable[..., Any]
+RigOf = Callable[..., Any]
+
+
+class RenewingHasher(ChunkHasher):
+    """As an engine's whose weights change: `renew` begins other keys."""
+
+    def renew(self) -> None:
+        self._digest = blake3(b"new weights", key=self._digest).digest()
+
+
+def renewing(desk: Any) -> Any:
+    desk.hasher = RenewingHasher(desk.namespace)
+    return desk
+
+
+def renew(desk: Any, *jobs: Any) -> None:
+    """The keys change while these jobs are open."""
+    desk.hasher.renew()
+    desk.scheduler.keys_changed()
+    for job in jobs:
+        desk.know(job.tokens)
+
+
+async def end(desk: Any, *jobs: Any) -> None:
+    for job in jobs:
+        desk.finish(job)
+    await desk.settle()
+    for _ in range(3):
+        await desk.step()
+
+
+# --- C. the hit-length contract
+
+
+def test_a_request_that_must_be_computed_is_stored_and_never_looked_up(desk_of: DeskOf) -> None:
+    """S01: log-probabilities of a prompt need every row computed; a lookup is work and leases for nothing."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 2 * CHUNK)
+        before = desk.scheduler.statistics()
+        job = desk.job("second", 4 * CHUNK)
+        view = replace(job.view(), reads_cache=False)
+        assert desk.scheduler.matched_tokens(view, 0) == (0, False), "at once, and not 'ask again'"
+        desk.admit(job, 0)
+        await desk.step((job, 4 * CHUNK))
+        after = desk.scheduler.statistics()
+        assert (after.lookups, after.tokens_queried) == (before.lookups, before.tokens_queried)
+        await end(desk, job)
+        assert desk.resident(job) == [1, 1, 1, 1]
+
+    desk_of().run(scenario)
+
+
+# --- J. identity of keys
+
+
+@pytest.mark.parametrize("when", ["before it asks", "while it is looked up", "promised", "preempted after a load"])
+def test_after_the_keys_have_changed_nothing_old_is_loaded_by_a_request_that_was_there(
+    desk_of: DeskOf, when: str
+) -> None:
+    """S02: the engine resets its cache with requests under way, as it does when it pauses for new weights."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 3 * CHUNK)
+        job = desk.job("second", 4 * CHUNK)
+        if when == "while it is looked up":
+            assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+        if when in ("promised", "preempted after a load"):
+            assert await desk.ask(job) == 3 * CHUNK
+        if when == "preempted after a load":
+            desk.admit(job, 3 * CHUNK)
+            await desk.step((job, 4))
+            desk.preempt(job)
+        renew(desk, job)
+        assert await desk.ask(job) == 0, "everything that was found is under keys that nobody makes any more"
+        assert desk.leases() == 0
+        desk.admit(job, 0)
+        await desk.step((job, 4 * CHUNK))
+        await end(desk, job)
+        third = desk.job("third", 4 * CHUNK + 1)
+        assert await desk.ask(third) == 4 * CHUNK, "the new keys' chunks are found"
+        await end(desk, third)
+
+    renewing(desk_of()).run(scenario)
+
+
+@pytest.mark.parametrize("tokens", [CHUNK // 2, 2 * CHUNK])
+def test_what_a_request_computed_across_a_change_of_keys_is_in_the_cache_under_no_new_key(
+    desk_of: DeskOf, tokens: int
+) -> None:
+    """S02: it runs on over blocks of the old weights; with less than a chunk it has not even an old key yet."""
+
+    async def scenario(desk: Any) -> None:
+        job = desk.job("one", 4 * CHUNK)
+        desk.admit(job, await desk.ask(job))
+        await desk.step((job, tokens))
+        renew(desk, job)
+        report = await desk.step((job, 4 * CHUNK - tokens))
+        assert not report.meta.stores
+        await end(desk, job)
+        assert desk.resident(job) == [0, 0, 0, 0]
+
+    renewing(desk_of()).run(scenario)
+
+
+def test_a_request_that_comes_after_a_change_of_keys_is_served_as_ever_under_an_old_name(desk_of: DeskOf) -> None:
+    """S02."""
+
+    async def scenario(desk: Any) -> None:
+        job = desk.job("name", 2 * CHUNK)
+        await desk.compute(job)
+        renew(desk, job)
+        await end(desk, job)
+        again = desk.job("name", 2 * CHUNK)
+        await desk.compute(again)
+        await end(desk, again)
+        assert desk.resident(again) == [1, 1]
+
+    renewing(desk_of()).run(scenario)
+
+
+# --- F. pins
+
+
+def test_the_end_of_one_request_leaves_the_pins_of_another_on_the_same_chunks(desk_of: DeskOf) -> None:
+    """S05: the first of two that found the same chunks loads, ends and is ended again; the room is wanted."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 2 * CHUNK)
+        one, two = desk.job("one", 2 * CHUNK + 1), desk.job("two", 2 * CHUNK + 1)
+        assert [await desk.ask(one), await desk.ask(two)] == [2 * CHUNK] * 2
+        desk.admit(one, 2 * CHUNK)
+        await desk.step((one, 1))
+        for _ in range(2):
+            desk.finish(one)
+        await desk.settle()
+        [server] = desk.servers
+        assert server.l1.evict(1 << 20) == 0, "what the second was promised stays"
+        desk.admit(two, 2 * CHUNK)
+        await desk.step((two, 1))
+        assert desk.right(two, 2 * CHUNK)
+        await end(desk, two)
+
+    desk_of().run(scenario)
+
+
+# --- G, H. the living and the dead
+
+
+def test_a_worker_that_has_had_nothing_to_do_for_hours_is_not_taken_for_dead(service: Any) -> None:
+    """S08: an idle worker sends no sign of life; its first store and its first load after hours are kept."""
+
+    async def scenario(world: Any) -> None:
+        hashes = world.hashes(1, 2)
+        for rank in range(service.RANKS):
+            assert await world.store(rank, 1, hashes) == [Answer.PUBLISHED] * 2
+        await world.sleep(5 * 3600 * S)
+        outcome = await world.ask("q", 1, hashes)
+        assert outcome.best == 2
+        world.scheduler.settle("q", 1, 2)
+        assert [await world.load(rank, "q", 1, hashes, 2) for rank in range(service.RANKS)] == [2] * service.RANKS
+        world.scheduler.end("q")
+        for rank in range(service.RANKS):
+            assert await world.store(rank, 2, world.hashes(2, 1)) == [Answer.PUBLISHED]
+        await world.sleep(S)
+        world.assert_at_rest()
+
+    service.World(3).run(scenario)
+
+
+# --- I. ranks must agree
+
+
+def test_a_rank_that_lost_its_shard_gets_it_again_from_the_recompute(desk_of: DeskOf) -> None:
+    """S11: rank 0 has everything and says so; that must not keep rank 1 from storing, or it misses for ever."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 2 * CHUNK)
+        desk.servers[1].storage.drop_l1()
+        second = desk.job("second", 2 * CHUNK + 1)
+        await desk.compute(second)
+        await end(desk, second)
+        third = desk.job("third", 2 * CHUNK + 1)
+        assert await desk.ask(third) == 2 * CHUNK
+        await end(desk, third)
+
+    desk_of(ranks=2, servers=2).run(scenario)
+
+
+# --- K. storage and capacity
+
+
+def test_a_store_that_found_no_room_can_be_made_again_as_soon_as_there_is_some(rig_of: RigOf) -> None:
+    """S12: the refused key is not "being written", and what was there is not evicted for one that can never fit."""
+
+    async def scenario(rig: Any) -> None:
+        small, large, wanted = rig.key(0), rig.key(1), rig.key(2)
+        assert rig.store([small]) == [Answer.RESERVED]
+        assert rig.storage.reserve_store("huge", "w", [large], [1 << 20])[0] == [Answer.NO_SPACE]
+        assert rig.l1.contains(small), "nothing was evicted for it"
+        job = rig.start(1)
+        others = [rig.key(number) for number in range(3, 6)]
+        assert rig.storage.reserve_store("fill", "w", others, [64] * 3)[0] == [Answer.RESERVED] * 3
+        assert rig.storage.reserve_store("again", "w", [wanted], [64])[0] == [Answer.NO_SPACE]
+        rig.storage.release_owner(job.owner)
+        assert rig.storage.reserve_store("again", "w", [wanted], [64])[0] == [Answer.RESERVED]
+        rig.storage.release_holder("w")
+
+    rig_of(0, adapters=(), l1_cells=2).run(scenario)
