@@ -230,8 +230,9 @@ def test_the_namespace_carries_what_the_bytes_of_a_chunk_are() -> None:
     assert fingerprints_of(kv_config(), "cpu") != fingerprints_of(kv_config(), "cuda"), "another kernel's blocks"
 
 
-def test_whatever_changes_the_kv_of_a_model_changes_the_namespace_and_nothing_else_does() -> None:
-    """S04: positions stretched by an override, rounded weights; and a folder or a library of another name."""
+def test_whatever_is_told_of_a_model_changes_the_namespace_and_nothing_else_does() -> None:
+    """S04: positions stretched by an override, rounded weights. What a model writes into its own configuration while it
+    is loaded does not: that happens in the workers alone."""
 
     def named(**changes: Any) -> bytes:
         config = make_config(CASE, {})
@@ -243,10 +244,12 @@ def test_whatever_changes_the_kv_of_a_model_changes_the_namespace_and_nothing_el
         return namespace_of(config, kv_config(), layout_of(kv_config())).digest
 
     plain = named()
-    assert plain == named(transformers_version="0") == named(_name_or_path="elsewhere")
-    others = [named(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), named(rms_norm_eps=1e-6)]
+    assert plain == named(transformers_version="0") == named(tie_word_embeddings=True) == named(hf_overrides={})
+    stretched = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    others = [named(hf_overrides=each) for each in (stretched, {"rms_norm_eps": 1e-6}, copy.deepcopy)]
+    others += [named(hf_config_path="elsewhere"), named(revision="1")]
     others += [named(quantization="fp8"), named(quantization="awq"), named(quantization_config={"linear": "int8"})]
-    assert len({plain, *others}) == 6
+    assert len({plain, *others}) == 9
 
 
 def test_blocks_on_a_device_are_named_by_the_backends_that_were_asked_for() -> None:

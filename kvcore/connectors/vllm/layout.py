@@ -37,8 +37,7 @@ from kvcore.keys import Namespace
 
 CHUNK_TOKENS = 256
 _RANDOM_SEED = ("xxhash",)
-_SAYS_NOTHING = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-_CONFIGURATION_CHARS = 32
+_TOLD_CHARS = 32
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -86,7 +85,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     return engine_namespace(
         layout,
         model_name=str(model.model),
-        revision=f"{model.revision or ''}/{_configuration(model.hf_config)}",
+        revision=f"{model.revision or ''}{_told(model)}",
         quantisation=_quantisation(model),
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}/{model.dtype}",
         algorithm=str(algorithm),
@@ -95,11 +94,19 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     )
 
 
-def _configuration(hf_config: Any) -> str:
-    """A digest of what the model was told to be: overrides (of its positions, say) change the KV, and no other name."""
-    told = json.loads(hf_config.to_json_string(use_diff=False))
-    said = {name: value for name, value in told.items() if name not in _SAYS_NOTHING}
-    return blake3(json.dumps(said, sort_keys=True).encode()).hexdigest()[:_CONFIGURATION_CHARS]
+def _told(model: Any) -> str:
+    """A digest of what the user has told about the model's configuration: it changes the KV, and no other name.
+
+    Not of the configuration itself. Some models write into theirs while a worker loads them, so scheduler and
+    worker would have two names.
+    """
+    overrides = model.hf_overrides
+    if callable(overrides):
+        overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    if not overrides and not model.hf_config_path:
+        return ""
+    told = json.dumps([model.hf_config_path, overrides], sort_keys=True, default=repr)
+    return f"/{blake3(told.encode()).hexdigest()[:_TOLD_CHARS]}"
 
 
 def _quantisation(model: Any) -> str:
