@@ -117,7 +117,11 @@ def _describe(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
-    arguments = command_line().parse_args(argv)
+    try:
+        arguments = command_line().parse_args(argv)
+    except KeyboardInterrupt:  # on a busy machine the commands take a while to load
+        print("kvcore: interrupted", file=sys.stderr)
+        return INTERRUPTED
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvcore.reports.page.work import Work
 
 INTERRUPTED = 130
+SHOWN = 8
+"""Names of what is missing in one line of a terminal."""
 Named = TypeVar("Named", bound=Enum)
 
 
@@ -53,11 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     files = write(report, folder, provenance(report.seed))
     print("\n".join(report.verdict))
     if report.missing:
-        print(f"not done: {', '.join(report.missing)}")
+        print(f"not done: {listed(report.missing)}")
     print(f"{folder / files[0]} ({len(files)} files)")
     if work.interrupted:
         return INTERRUPTED
     return 1 if report.good is False else 0
+
+
+def listed(missing: Sequence[str]) -> str:
+    """The first ones; the page has all."""
+    more = len(missing) - SHOWN
+    return ", ".join(missing[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 # ---- options that several kinds have

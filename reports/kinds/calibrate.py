@@ -166,7 +166,10 @@ def _row(point: Point) -> dict[str, Value]:
 
 def _verdict(ask: Ask, measured: Measured) -> Iterator[str]:
     if not measured.points:
-        yield "Nothing was run: the pieces alone predict, and nothing holds the prediction against anything."
+        yield (
+            f"{measured.rounds} of {2 * ask.rounds} rounds ended; with fewer than {ROUNDS_LEAST} nothing is predicted, "
+            "and nothing held against it."
+        )
         return
     met = sum(point.holds for point in measured.points)
     worst = max(measured.points, key=lambda point: point.error - point.bar)

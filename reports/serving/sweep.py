@@ -11,6 +11,8 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.pool import Pool
 
 from kvcore.reports.numbers import check_count
 from kvcore.reports.serving.result import ServingResult
@@ -64,16 +66,24 @@ def _in_others(cells: Sequence[Cell], jobs: int) -> Iterator[ServingResult]:
         if at == len(traces):
             traces.append(cell.trace)
         tasks.append((at, cell.setting))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(jobs, len(cells)), _begin, (traces,)) as pool:
+    with _pool(min(jobs, len(cells)), traces) as pool:
         yield from pool.imap(_simulate, tasks)
+
+
+def _pool(jobs: int, traces: list[Trace]) -> Pool:
+    """Ctrl-C is for the process that collects. The others inherit it blocked: they would meet it while they import."""
+    resource_tracker.ensure_running()  # its first start unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        return multiprocessing.get_context("spawn").Pool(jobs, _begin, (traces,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _traces: list[Trace] = []  # of a process that works for a sweep
 
 
 def _begin(traces: list[Trace]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that collects
     _traces.extend(traces)
 
 

@@ -231,3 +231,9 @@ def test_without_its_extra_a_report_names_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(png, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install kvcore\[reports\]"):
         png.check_drawing()
+
+
+def test_a_terminal_gets_the_first_names_of_what_is_missing() -> None:
+    names = [f"cell {number}" for number in range(command.SHOWN + 2)]
+    assert command.listed(names[:2]) == "cell 0, cell 1"
+    assert command.listed(names) == f"{', '.join(names[:-2])} and 2 more"

@@ -95,7 +95,7 @@ def test_a_report_has_every_point_its_error_and_its_bar(monkeypatch: pytest.Monk
     assert all(0 < record["seconds"] <= record["clock_seconds"] for record in report.records)
 
 
-@pytest.mark.parametrize(("whole", "said"), [(1, "Nothing was run"), (3, "of 6 predictions hold")])
+@pytest.mark.parametrize(("whole", "said"), [(1, "1 of 6 rounds ended"), (3, "of 6 predictions hold")])
 def test_an_interrupt_keeps_the_rounds_that_are_whole(monkeypatch: pytest.MonkeyPatch, whole: int, said: str) -> None:
     quick(monkeypatch)
     honest = CalibrationEngine.time_load

@@ -97,6 +97,17 @@ def test_errors_end_with_the_status_that_the_help_names(
     assert said == ["kvcore tried: error: no", "kvcore tried: StoreError: away", "kvcore tried: interrupted"]
 
 
+def test_an_interrupt_before_the_command_is_known_ends_with_its_status_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> argparse.ArgumentParser:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "command_line", interrupted)
+    assert cli.main([]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
 def test_a_broken_pipe_of_something_else_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
