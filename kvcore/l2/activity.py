@@ -28,13 +28,17 @@ class Busy(Enum):
     REMOVING = "removing"
 
 
+# Asking the class for a member takes 0.1 us (Python 3.11), a dozen times per key.
+NOT_BUSY, WRITING, REMOVING = Busy
+
+
 @dataclass(slots=True, eq=False)
 class Activity:
     key: ObjectKey
     locks: int = 0
     pins: int = 0
     writes: int = 0  # that have ended: a result that is older than one of them says nothing about now
-    busy: Busy = Busy.NOT
+    busy: Busy = NOT_BUSY
     doomed: bool = False
     broken: Defect | None = None
     waiting: tuple[Any, ...] = ()  # the adapter's stores that wait for what runs
@@ -45,7 +49,7 @@ class Activity:
 
     @property
     def leaving(self) -> bool:
-        return self.doomed or self.broken is not None or self.busy is Busy.REMOVING
+        return self.doomed or self.broken is not None or self.busy is REMOVING
 
 
 class Activities:
@@ -69,7 +73,7 @@ class Activities:
     def is_unreadable(self, key: ObjectKey) -> bool:
         """Loads answer "absent" without asking the store."""
         activity = self._of_key.get(key)
-        return activity is not None and (activity.broken is not None or activity.busy is Busy.REMOVING)
+        return activity is not None and (activity.broken is not None or activity.busy is REMOVING)
 
     def pin(self, key: ObjectKey) -> Activity:
         activity = self._ensure(key)
@@ -93,18 +97,20 @@ class Activities:
     def begin(self, key: ObjectKey, busy: Busy) -> Activity:
         """A write or removal begins. Never two at a time for one key."""
         activity = self._ensure(key)
-        assert activity.busy is Busy.NOT
+        assert activity.busy is NOT_BUSY
         activity.busy = busy
         return activity
 
     def end(self, activity: Activity) -> None:
-        assert activity.busy is not Busy.NOT
-        activity.writes += activity.busy is Busy.WRITING
-        activity.busy = Busy.NOT
+        assert activity.busy is not NOT_BUSY
+        activity.writes += activity.busy is WRITING
+        activity.busy = NOT_BUSY
 
     def drop(self, activity: Activity) -> bool:
         """Let go of it if nothing goes on any more (True)."""
-        if activity.in_use or activity.busy is not Busy.NOT or self._of_key.get(activity.key) is not activity:
+        if activity.locks or activity.pins or activity.busy is not NOT_BUSY:
+            return False
+        if self._of_key.get(activity.key) is not activity:
             return False
         assert not activity.waiting
         assert not activity.leaving
@@ -116,8 +122,8 @@ class Activities:
         activities = list(self._of_key.values())
         assert self.locked == sum(activity.locks > 0 for activity in activities)
         for activity in activities:
-            assert activity.in_use or activity.busy is not Busy.NOT, "nothing goes on, and it was not dropped"
-            assert activity.busy is not Busy.NOT or not activity.waiting, "nobody would wake them"
+            assert activity.in_use or activity.busy is not NOT_BUSY, "nothing goes on, and it was not dropped"
+            assert activity.busy is not NOT_BUSY or not activity.waiting, "nobody would wake them"
 
     def _ensure(self, key: ObjectKey) -> Activity:
         activity = self._of_key.get(key)

@@ -110,8 +110,9 @@ class Ledger:
         self._quota = quota
         self._rescan_bytes = rescan_bytes
         self._keys_max = keys_max
+        self._unlimited = capacity_bytes is None and quota is None  # nothing is ever evicted, so nothing is parked
         self._records: dict[ObjectKey, Record] = {}
-        self._of_salt: dict[str, int] = {}  # used + reserved - leaving
+        self._of_salt: dict[str, int] = {}  # used + reserved - leaving; only with a quota
         self._ages = _Ages()
         self._ages_of_salt: dict[str, _Ages] = {}  # only with a quota
         self._scan = 0
@@ -181,7 +182,7 @@ class Ledger:
     def surplus(self, limit: int) -> list[ObjectKey]:
         """Up to `limit` keys that are beyond capacity or quota (after a scan): to be evicted."""
         victims: list[ObjectKey] = []
-        for salt in list(self._of_salt) if self._quota is not None else ():
+        for salt in list(self._of_salt):
             while len(victims) < limit and self._over_quota_bytes(salt, 0) > 0 and self._evict(salt, victims):
                 pass
         while len(victims) < limit and self._over_bytes(0) > 0 and self._evict(None, victims):
@@ -228,7 +229,8 @@ class Ledger:
         records = self._records.values()
         assert self.bytes_used == sum(record.record_bytes for record in records)
         assert self.bytes_leaving == sum(record.record_bytes for record in records if record.leaving)
-        assert sum(self._of_salt.values()) == self.bytes_used + self.bytes_reserved - self.bytes_leaving
+        charged_bytes = 0 if self._quota is None else self.bytes_used + self.bytes_reserved - self.bytes_leaving
+        assert sum(self._of_salt.values()) == charged_bytes
         assert all(total > 0 for total in self._of_salt.values())
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -247,11 +249,6 @@ class Ledger:
         record.record_bytes = record_bytes
         record.used_ns = max(record.used_ns, used_ns)
         record.scan = self._scan
-
-    @property
-    def _unlimited(self) -> bool:
-        """Nothing is ever evicted, so nothing is parked."""
-        return self.capacity_bytes is None and self._quota is None
 
     def _victims(self, salt: str, more_bytes: int) -> Sequence[ObjectKey] | None:
         if self._unlimited:
@@ -322,6 +319,8 @@ class Ledger:
         self._count_salt(record.key.cache_salt, change_bytes)
 
     def _count_salt(self, salt: str, change_bytes: int) -> None:
+        if self._quota is None:
+            return
         total = self._of_salt.get(salt, 0) + change_bytes
         assert total >= 0
         if total:

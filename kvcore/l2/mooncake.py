@@ -69,6 +69,7 @@ _PLACES_MAX = 16 * 1024
 _ADMIN_PORT = 9003
 _ADMIN_NAMES = 32  # per request: names are long, and so would be the URL
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
+_STORED = StoreAnswer.STORED
 _METRIC = re.compile(r"^(master_\w+) (\d+)$", re.ASCII | re.MULTILINE)
 
 Order = tuple[ObjectKey, memoryview]
@@ -153,12 +154,13 @@ class MooncakeBackend:
 
     def write(self, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
         client = self._ready()
-        there = client.exist([self._name(key) for key, _ in orders])
+        places = [self._place(key) for key, _ in orders]
+        there = client.exist([place.name for place in places])
         if not any(there):
-            return self._put(client, orders)
+            return self._put(client, orders, places)
         answers = [self._is_there(client, order, code) for order, code in zip(orders, there, strict=True)]
         missing = [order for order, answer in zip(orders, answers, strict=True) if answer is None]
-        put = iter(self._put(client, missing) if missing else ())
+        put = iter(self._put(client, missing, [self._place(key) for key, _ in missing]) if missing else ())
         return [next(put) if answer is None else answer for answer in answers]
 
     def read(self, orders: Sequence[Order]) -> list[Defect | Exception | None]:
@@ -168,7 +170,7 @@ class MooncakeBackend:
         return [self._read(client, [order])[0] for order in orders]
 
     def _read(self, client: MooncakeClient, orders: Sequence[Order]) -> list[Defect | Exception | None]:
-        with self._laid_out(client, orders) as pieces:
+        with self._laid_out(client, orders, [self._place(key) for key, _ in orders]) as pieces:
             got = _get(client, pieces)
             return [self._judge(client, pieces, at, *order, got[at]) for at, order in enumerate(orders)]
 
@@ -219,24 +221,28 @@ class MooncakeBackend:
             return StoreAnswer.PRESENT
         return None if size == codes.NOT_FOUND else self._removed(client, self._name(key))
 
-    def _put(self, client: MooncakeClient, orders: Sequence[Order]) -> list[StoreAnswer | Exception]:
-        with self._laid_out(client, orders) as pieces:
+    def _put(
+        self, client: MooncakeClient, orders: Sequence[Order], places: list[_Place]
+    ) -> list[StoreAnswer | Exception]:
+        with self._laid_out(client, orders, places) as pieces:
             for (_, payload), place, head, target in zip(orders, pieces.places, pieces.heads, pieces.payloads):
                 if target is not payload:
                     target[:] = payload  # first, so that the checksum reads what the copy has left in the CPU's cache
                 head[:] = envelope.header_by(place.template, target)
-            return [_answer(code) for code in client.put(pieces.names, pieces.pointers, pieces.sizes)]
+            done = client.put(pieces.names, pieces.pointers, pieces.sizes)
+            return [_STORED if code == 0 else _refusal(code) for code in done]
 
     def _judge(
         self, client: MooncakeClient, pieces: _Pieces, at: int, key: ObjectKey, into: memoryview, got: int
     ) -> Defect | Exception | None:
         head, payload = pieces.heads[at], pieces.payloads[at]
-        if got in (codes.BAD_PARAMETERS, codes.TRANSFER_FAILED):
-            got = self._other_length(client, pieces, at, got)
-        if got in (codes.NOT_FOUND, codes.NOT_READY):
-            return Defect.MISSING
         if got < 0:
-            return failure(got, "read")
+            if got in (codes.BAD_PARAMETERS, codes.TRANSFER_FAILED):
+                got = self._other_length(client, pieces, at, got)
+            if got in (codes.NOT_FOUND, codes.NOT_READY):
+                return Defect.MISSING
+            if got < 0:
+                return failure(got, "read")
         if payload is not into and got == len(head) + len(into):
             into[:] = payload  # first, for the same reason as in `_put`
         return envelope.check_record_by(pieces.places[at].template, key, head, into, got)
@@ -261,16 +267,16 @@ class MooncakeBackend:
     # --- memory --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _laid_out(self, client: MooncakeClient, orders: Sequence[Order]) -> Iterator[_Pieces]:
+    def _laid_out(self, client: MooncakeClient, orders: Sequence[Order], places: list[_Place]) -> Iterator[_Pieces]:
         """Headers, and payloads that do not stay where they are, in a frame, one behind the other."""
-        pieces = _Pieces([self._place(key) for key, _ in orders])
+        pieces = _Pieces(places)
         in_place = [self._in_place(client, view) for _, view in orders]
         copied_bytes = sum(len(view) for (_, view), stays in zip(orders, in_place) if not stays)
-        with client.frame(copied_bytes + sum(place.header_bytes for place in pieces.places)) as frame:
+        with client.frame(copied_bytes + sum(place.header_bytes for place in places)) as frame:
             memory, start = frame.data, int(frame.__array_interface__["data"][0])
             at = 0
-            for place, (_, view), pointer_there in zip(pieces.places, orders, in_place):
-                split = at + place.header_bytes
+            for (_, header_bytes, _), (_, view), pointer_there in zip(places, orders, in_place):
+                split = at + header_bytes
                 end = split if pointer_there else split + len(view)
                 pieces.heads.append(memory[at:split])
                 pieces.payloads.append(view if pointer_there else memory[split:end])
@@ -333,9 +339,7 @@ def _get(client: MooncakeClient, pieces: _Pieces) -> list[int]:
     return got
 
 
-def _answer(code: int) -> StoreAnswer | Exception:
-    if code == 0:
-        return StoreAnswer.STORED
+def _refusal(code: int) -> StoreAnswer | Exception:
     if code == codes.NO_SPACE:
         return StoreAnswer.FULL
     return StoreAnswer.RETRY if code in (codes.EXISTS, codes.NOT_READY) else failure(code, "store")

@@ -53,7 +53,7 @@ from functools import partial
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import shared_work as work
-from kvcore.l2.activity import Activities, Activity, Busy
+from kvcore.l2.activity import NOT_BUSY, REMOVING, WRITING, Activities, Activity
 from kvcore.l2.adapter import L2Usage, StoreAnswer, TaskId
 from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.envelope import Defect
@@ -72,6 +72,7 @@ _log = logging.getLogger("kvcore.l2")
 
 
 _NOWHERE = memoryview(b"")
+STORED, PRESENT = StoreAnswer.STORED, StoreAnswer.PRESENT
 
 
 class SharedAdapter(BackedAdapter[SharedBackend]):
@@ -168,7 +169,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
     def _store(self, item: StoreItem, writes: list[Write]) -> None:
         """Steps 1 to 3 of the module text; appends to `writes` what has to be written."""
         activity = self._activities.get(item.key)
-        if activity is not None and activity.busy is not Busy.NOT:
+        if activity is not None and activity.busy is not NOT_BUSY:
             activity.waiting = (*activity.waiting, item)
         elif not self._opened or (activity is not None and self._in_the_way(activity, item)):
             self._answer(item, StoreAnswer.RETRY)
@@ -180,7 +181,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
         return activity.leaving or (activity.in_use and known not in (None, item.record_bytes))
 
     def _admit(self, item: StoreItem, writes: list[Write]) -> None:
-        activity = self._activities.begin(item.key, Busy.WRITING)
+        activity = self._activities.begin(item.key, WRITING)
         room = self._ledger.admit(item.key, item.record_bytes)
         if room is None:
             self._activities.end(activity)
@@ -188,7 +189,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             self._answer(item, StoreAnswer.FULL)
             return
         for victim in room.victims:
-            self._activities.begin(victim, Busy.REMOVING)
+            self._activities.begin(victim, REMOVING)
         writes.append(make_write((item, activity, room)))
 
     def _launch_writes(self, writes: list[Write]) -> None:
@@ -203,6 +204,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
     def _writes_ended(self, piece: list[Write], result: work.Written) -> None:
         self._remover.ended(result.victims, result.errors, evicted=True)
         now_ns = self._clock.now_ns()
+        self._counts.answers[STORED] += result.answers.count(STORED)
         for write, answer in zip(piece, result.answers):
             self._settle_write(write, answer, now_ns)
         if not all(isinstance(answer, Exception) for answer in result.answers):
@@ -215,10 +217,13 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             self._counts.io_errors += 1
             answer = StoreAnswer.RETRY
         self._ledger.settle(item.key, room.reserved_bytes)
-        if answer is StoreAnswer.STORED or answer is StoreAnswer.PRESENT:
+        if answer is STORED or answer is PRESENT:
             self._ledger.note(item.key, item.record_bytes, now_ns)
-            self._counts.bytes_in += len(item.payload) if answer is StoreAnswer.STORED else 0
-        self._answer(item, answer)
+        if answer is STORED:  # counted for the whole piece
+            self._counts.bytes_in += len(item.payload)
+            self._set_answer(item.batch, item.position, answer)
+        else:
+            self._answer(item, answer)
         self._activities.end(activity)
         if activity.waiting:
             self._share(activity, item, answer)
@@ -288,14 +293,14 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             activity = self._activities.get(key)
             if activity is None:
                 idle.append(key)
-            elif activity.busy is not Busy.REMOVING:
+            elif activity.busy is not REMOVING:
                 activity.doomed = True
         if self._opened:
             self._remover.delete(idle)
 
     def _settle(self, activity: Activity) -> None:
         """Something has ended: begin what waited for it, or let go of the key."""
-        if activity.busy is not Busy.NOT:
+        if activity.busy is not NOT_BUSY:
             return
         if activity.broken is not None and not activity.pins:
             self._remover.discard(activity, activity.broken)

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvcore.keys import ObjectKey
 from kvcore.l2 import shared_work as work
-from kvcore.l2.activity import Activities, Activity, Busy
+from kvcore.l2.activity import REMOVING, Activities, Activity
 from kvcore.l2.envelope import Defect
 from kvcore.l2.ledger import Ledger
 from kvcore.l2.runner import Runner
@@ -51,7 +51,7 @@ class Remover:
             self._launch(keys, partial(self._surplus_ended, keys))
 
     def discard(self, activity: Activity, defect: Defect) -> None:
-        self._activities.begin(activity.key, Busy.REMOVING)
+        self._activities.begin(activity.key, REMOVING)
         run = partial(work.discard, self._backend, activity.key, defect)
         self._runner.submit_each(run, partial(self._discard_ended, activity), [activity])
 
@@ -67,7 +67,7 @@ class Remover:
 
     def _launch(self, keys: list[ObjectKey], ended: Callable[[list[Exception | None]], None]) -> None:
         for key in keys:
-            self._activities.begin(key, Busy.REMOVING)
+            self._activities.begin(key, REMOVING)
         self._runner.submit_each(partial(work.delete_all, self._backend, keys), ended, keys)
 
     def _surplus_ended(self, keys: list[ObjectKey], errors: list[Exception | None]) -> None:

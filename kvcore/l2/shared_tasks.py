@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvcore.keys import ObjectKey
-from kvcore.l2.activity import Activity, Busy
+from kvcore.l2.activity import WRITING, Activity
 from kvcore.l2.ledger import Room
 from kvcore.l2.tasks import BitTask, StoreTask
 
@@ -44,7 +44,7 @@ class Use(NamedTuple):
     @property
     def fresh(self) -> bool:
         """No write of ours has come between: what the store has said is so still, as far as we know."""
-        return self.activity.writes == self.writes and self.activity.busy is not Busy.WRITING
+        return self.activity.writes == self.writes and self.activity.busy is not WRITING
 
 
 # tuple.__new__ runs without a Python frame per key
