@@ -28,8 +28,8 @@ from kvcore.service.operator import ask
 L1_BYTES = 64 << 20
 CONNECTOR = "KvcoreConnector"
 MODULE = "kvcore.connectors.vllm"
-SETTLES_IN_S = 30.0
-_ASKS_FOR_S = 10.0
+SETTLES_IN_S = 120.0
+_ASKS_FOR_S = 60.0
 _LOOKS_EVERY_S = 0.02
 
 
