@@ -43,7 +43,7 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcore.errors import CallerError, InternalError, PeerError
+from kvcore.errors import CallerError, InternalError
 from kvcore.groups import CacheLayout
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
 from kvcore.sim.engine.config import EngineConfig, EngineStats, Policy
@@ -75,11 +75,6 @@ class Scheduler:
         self._probe = probe
         self.pool = BlockPool(config.num_blocks, probe)
         self.tables = TableManager(layout, self.pool, names, config.max_batched_tokens)
-        if config.max_batched_tokens < self.tables.recurrent_tokens:
-            raise CallerError(
-                f"max_batched_tokens {config.max_batched_tokens} is less than a recurrent block of"
-                f" {self.tables.recurrent_tokens} tokens: prefill could never reach a boundary"
-            )
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -215,15 +210,7 @@ class Scheduler:
 
     def _step_tokens(self, request: Request, computed: int) -> int:
         """Tokens of the next step: all that lack, cut to the budget and to recurrent boundaries."""
-        count = min(request.length - computed, self._budget)
-        block_tokens = self.tables.recurrent_tokens
-        if not block_tokens:
-            return count
-        last_boundary = (request.length - 1) // block_tokens * block_tokens
-        if computed >= last_boundary:
-            return count
-        end = min(computed + count, last_boundary) // block_tokens * block_tokens
-        return max(0, end - computed)
+        return self.tables.cut_step(request, computed, min(request.length - computed, self._budget))
 
     def _grow_or_preempt(self, request: Request, target: int, plan: StepPlan) -> tuple[list[int], ...] | None:
         while (new_blocks := self.tables.grow(request, target)) is None:
@@ -350,17 +337,8 @@ class Scheduler:
         external, load_async = self._connector.matched_tokens(request.view(), hit.tokens)
         self._probe.asked(request.request_id, hit.tokens, external)
         if external is not None:
-            self._check_promise(request, hit.tokens, external)
+            self.tables.check_promise(request, hit.tokens, external)
         return external, load_async and bool(external)
-
-    def _check_promise(self, request: Request, local: int, external: int) -> None:
-        if not 0 <= external <= request.length - 1 - local:
-            raise PeerError(
-                f"the connector promised {external} tokens for {request.request_id!r}, which has {request.length}"
-                f" and {local} of them locally: at most n-1 can be loaded"
-            )
-        if external and self.tables.recurrent_tokens and (local + external) % self.tables.recurrent_tokens:
-            raise PeerError(f"the connector promised {request.request_id!r} a recurrent state inside a block")
 
     def _admit(self, plan: StepPlan, request: Request, hit: LocalHit, external: int, load_async: bool) -> bool:
         computed = hit.tokens + external

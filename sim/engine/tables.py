@@ -6,8 +6,9 @@ With P tokens computed and a step that will compute up to `target`, the table of
     window W    the blocks of [max(0, P - W + 1), target); earlier ones are the null block
     recurrent   the page of the boundary before P (the state to continue from) and the page of token target - 1
 
-so a recurrent table has real pages only where a step ended. Blocks that fell out are given back at the next allocation
-or at the end, not before: that is when the engine looks. Holders and their duties are described in `block_pool`.
+so a recurrent table has real pages only where a step ended: steps of a prompt end at boundaries (`cut_step`), and so do
+loads (`check_promise`). Blocks that fell out are given back at the next allocation or at the end, not before: that is
+when the engine looks. Holders and their duties are described in `block_pool`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from kvcore.connectors.views import NULL_BLOCK
+from kvcore.errors import CallerError, PeerError
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
 from kvcore.sim.engine.block_pool import BlockNames, BlockPool
 from kvcore.sim.engine.request import Request
@@ -45,9 +47,37 @@ class TableManager:
         self._step_tokens_max = step_tokens_max
         self.block_tokens_lcm = lcm(*(group.block_tokens for group in layout.groups))
         recurrent = [group.block_tokens for group in layout.groups if group.kind is GroupKind.RECURRENT]
-        self.recurrent_tokens = lcm(*recurrent) if recurrent else 0
+        self._recurrent_tokens = lcm(*recurrent) if recurrent else 0
+        if step_tokens_max < self._recurrent_tokens:
+            raise CallerError(
+                f"max_batched_tokens {step_tokens_max} is less than a recurrent block of"
+                f" {self._recurrent_tokens} tokens: prefill could never reach a boundary"
+            )
         self._full = [g for g, group in enumerate(layout.groups) if group.kind is GroupKind.FULL]
         self._other = [g for g, group in enumerate(layout.groups) if group.kind is not GroupKind.FULL]
+
+    # -- where steps and loads end
+
+    def cut_step(self, request: Request, computed: int, count: int) -> int:
+        """`count` tokens from `computed` on, less what is behind the last recurrent boundary that they reach."""
+        block_tokens = self._recurrent_tokens
+        if not block_tokens:
+            return count
+        last_boundary = (request.length - 1) // block_tokens * block_tokens
+        if computed >= last_boundary:
+            return count
+        end = min(computed + count, last_boundary) // block_tokens * block_tokens
+        return max(0, end - computed)
+
+    def check_promise(self, request: Request, local: int, external: int) -> None:
+        """Raise PeerError if a load of `external` tokens behind `local` ones would end where no load can."""
+        if not 0 <= external <= request.length - 1 - local:
+            raise PeerError(
+                f"the connector promised {external} tokens for {request.request_id!r}, which has {request.length}"
+                f" and {local} of them locally: at most n-1 can be loaded"
+            )
+        if external and self._recurrent_tokens and (local + external) % self._recurrent_tokens:
+            raise PeerError(f"the connector promised {request.request_id!r} a recurrent state inside a block")
 
     # -- needs
 
@@ -227,7 +257,7 @@ class TableManager:
     def partial_hit(self, request: Request) -> LocalHit | None:
         """n-1 tokens, when the blocks of the whole prompt are there. A recurrent state cannot be cut: None."""
         length, used = request.length, request.length - 1
-        if self.recurrent_tokens or length % self.block_tokens_lcm or self._leading(request) < length or used == 0:
+        if self._recurrent_tokens or length % self.block_tokens_lcm or self._leading(request) < length or used == 0:
             return None
         if not self._serves(request, length, used):
             return None
