@@ -81,7 +81,8 @@ _SLAB_BYTES_MIN = 64 * 1024
 _CAPACITY_BYTES_MAX = PAGE_BYTES << 32
 _TOKEN_BYTES = 8
 _PADDING = memoryview(bytes(PAGE_BYTES))
-_CACHED_BYTES = 1024 * 1024  # what is read at once is checked while it is still in a core's own cache
+# What is read at once is checked while a cache still holds it. Shorter calls cost more: threads take turns at each end.
+_CACHED_BYTES = 2 * 1024 * 1024
 
 Order = tuple[ObjectKey, memoryview]
 
