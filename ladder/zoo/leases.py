@@ -10,11 +10,11 @@ _WRITEBACK = "kvcore.writeback:WritebackController"
 _CLIENT = "kvcore.service.scheduler_client:SchedulerClient"
 
 MUTANTS = (
-    safe(
+    bug(
         "lookup_ends_without_giving_anything_back",
         "F",
-        "the session is forgotten, its job and leases are not (R24, R33)",
-        "the lease deadline, which ends whatever nobody has given back",
+        "the session is forgotten, its job and leases are not; they block room until their deadline (R24, R33)",
+        "leases",
         Edit("kvcore.session:SessionTable._drop_lookup", "    job.cancel()\n    self._release_owner(owner)\n", ""),
     ),
     safe(
