@@ -207,6 +207,7 @@ def test_a_link_that_was_passed_over_for_long_is_tried_with_a_small_piece() -> N
     assert (decision.reason, decision.tokens) == (Reason.PROBE, PROBE_TOKENS)
     small = decide(Prompt(300), [offer(200)], gpu(), [stale], FREE)
     assert small.tokens == 200
+    assert reason(SLOW, gpu(), idle_offers=2 * PROBE_AFTER) is Reason.PROBE, "as long as nothing has gone over it"
 
 
 def test_a_stale_second_link_is_tried_behind_what_the_first_one_serves() -> None:

@@ -127,6 +127,21 @@ def test_a_way_is_known_after_a_warm_up_and_four_loads() -> None:
     assert desk.admission.statistics().load_byte_s == pytest.approx(10e-9), "the first one is not in it"
     desk.admission.measured(LoadTimes())
     assert desk.admission.statistics().loads_measured == 5
+    desk.admission.measured(LoadTimes(2, 128, 128 * 10))
+    assert desk.admission.statistics().loads_measured == 7
+    assert desk.admission.statistics().load_byte_s == pytest.approx(10e-9), "two of them, told at once"
+
+
+def test_a_lookup_is_timed_against_what_it_found_beyond_the_engines_own() -> None:
+    desk = Desk()
+    for at in range(5):
+        tracker = desk.tracker(f"r{at}", 33)
+        desk.admission.asks(tracker)
+        desk.clock.ns += 32 * 10  # for four chunks, 32 bytes
+        tracker.look(range(33), 16)
+        tracker.fix((1 << 9) - 1)
+        desk.admission.length(tracker, 16)
+    assert desk.admission.statistics().lookup_byte_s == pytest.approx(10e-9)
 
 
 # ---- decisions
@@ -146,6 +161,22 @@ def test_a_slow_way_is_left_alone_until_others_are_in_front() -> None:
     assert desk.chosen("s", 33) == 8
     desk.admission.gone("front")
     assert desk.chosen("t", 33) == 0
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(9, 8), (4_001, 0)])
+def test_loads_under_way_are_in_front_of_a_load(tokens: int, chunks: int) -> None:
+    """A small one does no harm; behind a large one computing is cheaper, until it has ended."""
+    desk = slow_desk(TOKEN_NS // 4)
+    front = desk.tracker("front", tokens)
+    front.hashes.extend(bytes([at % 256]) for at in range(tokens // 4))
+    front.look(range(tokens), 0)
+    front.fix((1 << tokens // 4 + 1) - 1)
+    front.promise(0)
+    front.take_load((list(range(1, tokens // 4 + 2)),))
+    desk.admission.admitted(front)
+    assert desk.chosen("r", 33) == chunks
+    desk.admission.loaded("front")
+    assert desk.chosen("s", 33) == 8
 
 
 def test_of_a_prompt_in_pieces_what_is_left_is_in_front() -> None:
