@@ -247,6 +247,14 @@ def test_sessions_die_by_idleness_the_longest_idle_first_and_not_one_moment_earl
     assert desk.table.next_expiry_ns() is None
 
 
+def test_a_session_that_is_named_again_and_again_never_dies_of_its_age(desk: Desk) -> None:
+    desk.open("a", now_ns=10)
+    for now_ns in range(60, 1000, 50):
+        assert desk.table.expire(now_ns) == 0
+        assert desk.table.find("a", now_ns) is not None
+    assert desk.table.next_expiry_ns() == 960 + IDLE_NS
+
+
 def test_several_sessions_can_die_at_once_and_a_closing_server_ends_all(desk: Desk) -> None:
     for name in "abc":
         desk.open(name)

@@ -163,6 +163,22 @@ def test_the_end_of_one_request_leaves_the_pins_of_another_on_the_same_chunks(de
     desk_of().run(scenario)
 
 
+def test_an_answer_that_the_engine_gives_up_holds_nothing_until_somebody_asks_again(desk_of: DeskOf) -> None:
+    """S05: the promised chunks may go while the request waits, however long, for its next question."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 2 * CHUNK)
+        job = desk.job("second", 2 * CHUNK + 1)
+        assert await desk.ask(job) == 2 * CHUNK
+        assert desk.leases() == 2
+        desk.scheduler.preempted(job.name)
+        await desk.settle()
+        assert desk.leases() == 0
+        await end(desk, job)
+
+    desk_of().run(scenario)
+
+
 # --- G, H. the living and the dead
 
 
@@ -195,9 +211,12 @@ def test_a_rank_that_lost_its_shard_gets_it_again_from_the_recompute(desk_of: De
 
     async def scenario(desk: Any) -> None:
         await desk.store("first", 2 * CHUNK)
+        [adapter] = desk.servers[1].storage._adapters
+        adapter.delete(adapter.keys())
         desk.servers[1].storage.drop_l1()
+        await desk.settle()
         second = desk.job("second", 2 * CHUNK + 1)
-        await desk.compute(second)
+        assert len((await desk.compute(second)).meta.stores) == 1
         await end(desk, second)
         third = desk.job("third", 2 * CHUNK + 1)
         assert await desk.ask(third) == 2 * CHUNK
