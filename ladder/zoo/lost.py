@@ -100,7 +100,7 @@ MUTANTS = (
         ),
         note="no seed of 200 meets a part that is over before another; rung 2 does with two servers that share chunks",
     ),
-    hard(
+    bug(
         "settled_lookup_keeps_no_lease",
         "F",
         "naming the length gives everything back: each load fails and is computed instead (R24)",
