@@ -60,18 +60,18 @@ COLUMNS = (
         "rate",
         "KV bytes per token / marginal prefill time = kv * G * MFU / (2 P)",
     ),
-    Column("recompute_s", "Recompute", "seconds", "prefill(prefix + rest), prefix as asked for"),
-    Column("load_s", "Load", "seconds", "load(prefix) + prefill(rest after prefix)"),
+    Column("recompute_s", "Recompute", "seconds", "request + prefill(prefix + rest), prefix as asked for"),
+    Column("load_s", "Load", "seconds", "request + load(prefix) + prefill(rest after prefix)"),
     Column("hits_floor", "From hit rate", "share", "smallest hit rate at which loading wins at this load"),
     Column("load_from", "At loads from", "share", "smallest load at which loading wins at this hit rate"),
     Column("load_to", "to", "share", "largest load at which loading wins at this hit rate"),
     Column("capacity", "Requests", "ratio", "highest rate when loading / highest rate without a cache"),
-    Column("ttft_never_s", "TTFT, no cache", "seconds", "full / (1 - load)"),
+    Column("ttft_never_s", "TTFT, no cache", "seconds", "request + prefill(prefix + rest) / (1 - load)"),
     Column(
         "ttft_always_s",
         "TTFT, loading",
         "seconds",
-        "work / (1 - rho_gpu) + hits (wait + link / (1 - rho_link)) + misses * lookup",
+        "request + work / (1 - rho_gpu) + hits (wait + link / (1 - rho_link)) + misses * lookup",
     ),
 )
 
@@ -272,11 +272,11 @@ def _by_length(cells: Sequence[Cell], question: Question) -> list[Table]:
         Column("model", "Model"),
         Column("host", "GPU"),
         Column("tier", "Tier"),
-        Column("prefix_tokens", "Prefix", "count"),
+        Column("prefix_tokens", "Prefix", "count", "tokens that the cache has"),
         Column("kv_bytes", "KV", "bytes", "what the sequence holds; more travels where ranks keep copies"),
         Column("recompute_s", "Recompute", "seconds", "request + prefill(prefix + rest)"),
         Column("load_s", "Load", "seconds", "request + load(prefix) + prefill(rest after prefix)"),
-        Column("faster", "Faster", "verdict"),
+        Column("faster", "Faster", "verdict", "the smaller of the two"),
     )
     rows = [_length_row(cell, question, prefix) for cell in cells for prefix in PREFIXES]
     key = ("model", "host", "tier", "prefix_tokens")

@@ -24,9 +24,9 @@ COLUMNS = (
     Column("table", "Table"),
     Column("row", "Row"),
     Column("column", "Figure"),
-    Column("before", "A", "number"),
-    Column("after", "B", "number"),
-    Column("ratio", "B / A", "ratio"),
+    Column("before", "A", "number", "as the report A has it"),
+    Column("after", "B", "number", "as the report B has it"),
+    Column("ratio", "B / A", "ratio", "a dash where A is 0 or one of them has no figure"),
 )
 INPUT_COLUMNS = (Column("field", "Field", "code"), Column("before", "A"), Column("after", "B"))
 _NOISE = ("provenance.created", "provenance.command")
@@ -190,4 +190,6 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.15g}"
     return "" if value is None else str(value)

@@ -20,15 +20,15 @@ from kvcore.reports.page.prefix import picture
 RUNG_COLUMNS = (
     Column("rung", "Rung"),
     Column("name", "What it is"),
-    Column("verdict", "Verdict", "verdict"),
+    Column("verdict", "Verdict", "verdict", "pass: no problem, and all floors of the rung reached"),
     Column("runs", "Runs", "count", "requests of the rungs 0 to 4 and the replay, cases of the storm rungs"),
-    Column("tokens_compared", "Tokens compared", "count"),
-    Column("loads_verified", "Loads verified", "count"),
-    Column("mismatches", "Tokens that differ", "count"),
+    Column("tokens_compared", "Tokens compared", "count", "with the reference, one by one"),
+    Column("loads_verified", "Loads verified", "count", "loaded cells whose bytes were compared before use"),
+    Column("mismatches", "Tokens that differ", "count", "from the reference"),
     Column(
         "hit_share", "Hit share", "share", "tokens loaded / tokens that a cache which forgot nothing could have loaded"
     ),
-    Column("preemptions", "Preemptions", "count"),
+    Column("preemptions", "Preemptions", "count", "requests that lost their blocks and came back"),
     Column("deaths", "Deaths", "count", "processes that died in cases which were then served to the end"),
     Column("problems", "Problems"),
 )
@@ -52,13 +52,13 @@ ZOO_COLUMNS = (
         "text",
         "bug: must be caught; hard: rarely seen by design; safe: a removal that must not be seen",
     ),
-    Column("verdict", "Verdict", "verdict"),
+    Column("verdict", "Verdict", "verdict", "pass: a bug that was caught, a safe removal that was not"),
     Column("oracle", "Caught by", "code"),
     Column("density", "Per 1,000 seeds", "number", "catches / seeds run * 1000"),
     Column("density_low", "From", "number", "95 % interval of the density"),
     Column("density_high", "To", "number", "95 % interval of the density"),
-    Column("first_seed", "First seed", "count"),
-    Column("seeds_run", "Seeds", "count"),
+    Column("first_seed", "First seed", "count", "that caught it"),
+    Column("seeds_run", "Seeds", "count", "run until enough catches were seen, or all of them"),
     Column("faults_min", "Faults left", "count", "fault events after the first catch was minimised"),
     Column("reason", "Why it is a bug"),
 )
@@ -240,19 +240,19 @@ def _swarm_parts(file: SwarmFile) -> list[Table | Chart]:
 
 
 _SPEED_COLUMNS = (
-    Column("first_seed", "First seed", "count"),
-    Column("seeds", "Seeds", "count"),
-    Column("failures", "Failures", "count"),
-    Column("seeds_per_s", "Seeds per second", "number"),
+    Column("first_seed", "First seed", "count", "the others follow it"),
+    Column("seeds", "Seeds", "count", "cases drawn and run"),
+    Column("failures", "Failures", "count", "seeds with a finding"),
+    Column("seeds_per_s", "Seeds per second", "number", "seeds / seconds by the clock"),
     Column(
         "seeds_per_cpu_s",
         "Per CPU second",
         "number",
         "seeds, those run twice counted twice / CPU seconds of all workers",
     ),
-    Column("tokens_compared", "Tokens compared", "count"),
-    Column("bytes_checked", "Bytes checked", "bytes"),
-    Column("loads_verified", "Loads verified", "count"),
+    Column("tokens_compared", "Tokens compared", "count", "with the reference, one by one"),
+    Column("bytes_checked", "Bytes checked", "bytes", "of KV, against what is right"),
+    Column("loads_verified", "Loads verified", "count", "loaded cells whose bytes were compared before use"),
 )
 
 

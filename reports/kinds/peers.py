@@ -21,16 +21,16 @@ COLUMNS = (
     Column("what", "Figure"),
     Column("unit", "Unit"),
     Column("kvcore", "kvcore", "number", "median of the rounds"),
-    Column("kvcore_min", "least", "number"),
-    Column("kvcore_max", "greatest", "number"),
+    Column("kvcore_min", "least", "number", "of the rounds"),
+    Column("kvcore_max", "greatest", "number", "of the rounds"),
     Column("peer", "LMCache", "number", "median of the rounds"),
-    Column("peer_min", "least", "number"),
-    Column("peer_max", "greatest", "number"),
-    Column("rounds", "Rounds", "count"),
+    Column("peer_min", "least", "number", "of the rounds"),
+    Column("peer_max", "greatest", "number", "of the rounds"),
+    Column("rounds", "Rounds", "count", "both measured in each, in turn"),
     Column("advantage", "Times as good", "ratio", "by the medians: above 1 kvcore is better"),
     Column("cpu_advantage", "By CPU", "ratio", "the same by processor time, where it was taken"),
     Column("bar", "Bar", "ratio", "how many times as good it has to be"),
-    Column("verdict", "Verdict", "verdict"),
+    Column("verdict", "Verdict", "verdict", "pass: times as good >= bar"),
 )
 Figures = Mapping[str, Mapping[str, Any]]
 

@@ -70,8 +70,8 @@ def _decisions(served: Replay) -> Iterator[Table]:
     columns = (
         Column("cell", "Cell"),
         Column("decision", "Decision"),
-        Column("requests", "Requests", "count"),
-        Column("share", "Share", "share"),
+        Column("requests", "Requests", "count", "for which that was decided"),
+        Column("share", "Share", "share", "of the cell's requests"),
     )
     rows: list[dict[str, Value]] = [
         {"cell": name, "decision": decision, "requests": count, "share": count / len(result.records)}
