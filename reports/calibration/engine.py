@@ -15,13 +15,15 @@ model's arithmetic is exact, so the pages must then hold the same bytes both way
 
 Three things would be measured instead of the engine, and are taken care of. The C library gives the memory of large
 activations back after every operation, and fetching it again costs more than computing: a GPU's engine keeps it, so the
-process is told to keep it too (where it is glibc's). Neighbours take the core: times are those of the `stopwatch`, and
-the fastest try counts, because the first after other work finds cold caches: at least `TRIES_LEAST` of them, and up to
-`TRIES_MAX` while they take less than `TRIES_S` together, so that a load and a request with that load have as many. What
-came before counts too: right behind a load, another finds its code in the processor's caches; in an engine it comes
-behind a prefill, and so it does here. And a load is not over with its answer: the cache ends the session on its own
-thread while the engine computes, and in one process both share the interpreter. `time_call` shows how long that takes,
-and whoever predicts adds it.
+process is told to keep it too (where it is glibc's). Neighbours take the core: times are those of the `stopwatch`. Of
+several tries the first is left out, because after other work it finds cold caches; then `TRIES_LEAST` of them, and up
+to `TRIES_MAX` while they take less than `TRIES_S` together, so that a load and a request with that load have as many.
+Their mean counts, because means add up: that of load and prefill is that of both. The fastest of them does not. A
+neighbour who is rarely silent leaves a load alone in one try and the prefill in another, but hardly both in one, and
+every request with a load from L2 was predicted a tenth too fast. What came before counts too: right behind a load,
+another finds its code in the processor's caches; in an engine it comes behind a prefill, and so it does here. And a
+load is not over with its answer: the cache ends the session on its own thread while the engine computes, and in one
+process both share the interpreter. `time_call` shows how long that takes, and whoever predicts adds it.
 
 Who holds: `CalibrationEngine` holds pages and caches; who frees: `close`, or `with`.
 """
@@ -157,7 +159,7 @@ class CalibrationEngine:
             self._pages.poison(self._table)
             self._load(prefix_tokens)
 
-        return self._fastest(lambda: self._prefill(prefix_tokens, prefix_tokens + new_tokens), ready)
+        return self._mean(lambda: self._prefill(prefix_tokens, prefix_tokens + new_tokens), ready)
 
     def time_load(self, way: Way, tokens: int) -> Timed:
         """Bringing a prefix into the pages, until the cache has answered and the copy is done."""
@@ -166,7 +168,7 @@ class CalibrationEngine:
             self._prefill(0, CHUNK_TOKENS)
             self._ready(way)
 
-        return self._fastest(lambda: self._load(tokens), ready)
+        return self._mean(lambda: self._load(tokens), ready)
 
     def time_call(self, way: Way, tokens: int, rested: bool) -> Timed:
         """A call of the cache after a load: right after it, or when the cache rests again. The first waits for what the
@@ -182,7 +184,7 @@ class CalibrationEngine:
             if rested:
                 call()
 
-        return self._fastest(call, loaded)
+        return self._mean(call, loaded)
 
     def time_first_token(self, way: Way, prefix_tokens: int, rest_tokens: int) -> tuple[Timed, int]:
         """(TTFT, the token) of a prompt whose prefix is computed or loaded."""
@@ -192,21 +194,24 @@ class CalibrationEngine:
             loaded = 0 if way == "recompute" else self._load(prefix_tokens)
             tokens.add(self._prefill(loaded, prefix_tokens + rest_tokens))
 
-        best = self._fastest(request, lambda: self._ready(way))
+        time = self._mean(request, lambda: self._ready(way))
         self._check(prefix_tokens + rest_tokens)
         if len(tokens) != 1:
             raise MeasuringBug(f"one prompt was answered in several ways: {sorted(tokens)}")
-        return best, tokens.pop()
+        return time, tokens.pop()
 
-    def _fastest(self, work: Callable[[], object], before: Callable[[], None]) -> Timed:
-        """The fastest of the tries (module text)."""
+    def _mean(self, work: Callable[[], object], before: Callable[[], None]) -> Timed:
+        """Of the tries (module text)."""
+        before()
+        work()
         tries: list[Timed] = []
         while len(tries) < TRIES_LEAST or (len(tries) < TRIES_MAX and sum(one.seconds for one in tries) < TRIES_S):
             before()
             tries.append(timed(work))
-        self._seconds += sum(one.seconds for one in tries)
-        self._clock_s += sum(one.clock_s for one in tries)
-        return min(tries, key=lambda one: one.seconds)
+        seconds, clock_s = sum(one.seconds for one in tries), sum(one.clock_s for one in tries)
+        self._seconds += seconds
+        self._clock_s += clock_s
+        return Timed(seconds / len(tries), clock_s / len(tries))
 
     def _check(self, tokens: int) -> None:
         """The pages of these tokens, whole ones, must hold what was computed at first."""

@@ -26,19 +26,19 @@ PREFIXES = (32, 64, 112, 176, 256, 352, 480)
 IDLE_SHARE = 0.9
 
 COLUMNS = (
-    Column("prefix_tokens", "Prefix", "count"),
+    Column("prefix_tokens", "Prefix", "count", "tokens that the cache has"),
     Column("way", "Way"),
     Column("predicted_s", "Predicted TTFT", "seconds", "from the laws fitted to the measured pieces"),
     Column(
         "measured_s",
         "Measured TTFT",
         "seconds",
-        "mean of the medians of the two halves, A and A'; a run is the fastest of its tries, without waits for a core",
+        "mean of the medians of the two halves, A and A'; a run is the mean of its tries, without waits for a core",
     ),
     Column("error", "Error", "share", "|predicted / measured - 1|"),
     Column("spread", "A/A spread", "share", "|A - A'| / A"),
     Column("bar", "Bar", "share", f"max({ERROR_BAR:.0%}, 2 * A/A spread)"),
-    Column("verdict", "Verdict", "verdict"),
+    Column("verdict", "Verdict", "verdict", "met: error <= bar"),
 )
 
 
@@ -269,7 +269,11 @@ def _break_even_table(ask: Ask, measured: Measured) -> Table:
 
 def _rates_table(measured: Measured) -> Table:
     """What was measured of this machine, by name."""
-    columns = (Column("name", "Measured"), Column("value", "Value"), Column("raw", "Raw", "number"))
+    columns = (
+        Column("name", "Measured"),
+        Column("value", "Value"),
+        Column("raw", "Raw", "number", "in s, B/s or as a share"),
+    )
     rows: list[dict[str, Value]] = [{"name": name, "value": text, "raw": raw} for name, text, raw in _rates(measured)]
     return Table("rates", "This machine", columns, rows, ("name",))
 
