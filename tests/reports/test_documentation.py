@@ -1,15 +1,23 @@
-"""docs/cost-model.md: its examples run, its example file is a file we read."""
+"""docs/cost-model.md: its examples run, its example file is a file we read. The samples: every figure has a formula."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
+import pytest
+
 from kvcore.reports import parameters
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = sorted(
+    set((ROOT / "reports" / "samples").glob("*/report.json")) - {ROOT / "reports/samples/peers/report.json"}
+)
+"""The peers' stays as it was made on the day of the measurement."""
+PAGE = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
 
 
 def block(language: str) -> str:
@@ -35,3 +43,12 @@ def test_the_example_of_the_page_prints_what_it_says() -> None:
     said = re.search(r"# (\d+): load from", code)
     assert said
     assert printed.getvalue().splitlines()[0] == said.group(1)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.parent.name)
+def test_every_column_of_figures_states_its_formula(sample: Path) -> None:
+    """Names and words need none."""
+    columns = [column for table in json.loads(sample.read_text())["tables"] for column in table["columns"]]
+    figures = [column for column in columns if column["kind"] not in ("text", "code")]
+    assert [column["title"] for column in figures if not column["formula"]] == []
+    assert figures
