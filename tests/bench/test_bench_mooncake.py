@@ -7,7 +7,7 @@ of work, asks first which keys are there, adds envelopes, checks every byte, and
 Seven rounds are taken, each side in turn first; the figure is the ratio of the medians, client over adapter: 1.0 is as
 fast as the client alone; the same for the CPU time of this process. The client is measured twice, with objects as long
 as the payloads and as long as the records: Mooncake's TCP moves at most 64 KiB at once, so a payload of just that
-length pays for one step more as soon as anything stands before it (10 to 15 %, 0.3.13), and no adapter can help it.
+length pays for one step more as soon as anything stands before it (about 10 %, 0.3.13), and no adapter can help it.
 
 The bar is 0.80 against payloads of any length; what becomes of one that is missed: `conftest.py`. The collector of
 garbage is set as `kvcore serve` sets it. The cluster (master and one node, TCP) lives in a network namespace, which
