@@ -45,15 +45,21 @@ def _verdict(served: Replay) -> Iterator[str]:
     yield f"{served.trace.name}, {words.count(len(served.trace), 'request')}; {served.place}; SLO {served.ask.slo}."
     parts = [f"{POLICY_WORDS[policy]} {_held_words(served, policy)}" for policy in served.ask.policies]
     yield f"{SHARE_HELD:.0%} of the requests meet it: {'; '.join(parts)}."
-    yield from _best(served)
+    if len(served.results) < len(served.cells):
+        yield "Not all cells were served: which policy holds more is not said."
+    else:
+        yield from _best(served)
 
 
 def _held_words(served: Replay, policy: Policy) -> str:
     highest = held(served, policy)
+    above = [load for load in sorted(served.ask.loads) if highest is None or load > highest]
+    unknown = bool(above) and served.of(policy, above[0], served.ask.evictions[0]) is None
     if highest is None:
-        return "at none of the loads tried"
+        return "(not served)" if unknown else "at none of the loads tried"
     rate = highest * len(served.trace) / max(served.trace.duration_s, 1e-9)
-    return f"up to {highest:g} times the trace's rate ({words.digits(rate)} requests/s)"
+    least = "at least " if unknown else ""
+    return f"{least}up to {highest:g} times the trace's rate ({words.digits(rate)} requests/s)"
 
 
 def _best(served: Replay) -> Iterator[str]:

@@ -13,8 +13,9 @@ from kvcore.errors import ConfigError
 from kvcore.reports import parameters
 from kvcore.reports.kinds import breakeven, compare, goodput, ladder, replay, trace
 from kvcore.reports.page import Report, Work, write
-from kvcore.reports.serving import Policy
+from kvcore.reports.serving import Policy, ServingResult, Setting
 from kvcore.reports.slo import parse_slo
+from kvcore.reports.traces import Trace
 
 RESULTS = Path(__file__).with_name("pages") / "results"
 MADE = {"command": "kvcore report", "seed": None, "commit": "c", "changed": False, "versions": {"kvcore": "0"}}
@@ -226,3 +227,26 @@ def test_the_load_that_is_held_is_the_one_below_which_all_are() -> None:
     impossible = goodput.build(prepared(loads=(1.0,), slo=parse_slo("ttft:0.001")), quiet())
     assert "no cache at none of the loads tried" in impossible.verdict[1]
     assert impossible.verdict[2] == "At these loads a cache holds no more than none."
+
+
+def test_an_interrupted_goodput_does_not_judge_what_was_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of six cells: both policies at the lower load."""
+    asked = prepared(loads=(0.05, 0.1, 0.2), policies=(Policy.NEVER, Policy.ALWAYS), slo=parse_slo("ttft:3000"))
+    served: list[str] = []
+    simulate = replay.simulate
+
+    def interrupted(trace: Trace, setting: Setting) -> ServingResult:
+        if len(served) == stop:
+            raise KeyboardInterrupt
+        served.append(setting.name)
+        return simulate(trace, setting)
+
+    monkeypatch.setattr(replay, "simulate", interrupted)
+    stop = 2
+    verdict = goodput.build(asked, quiet()).verdict
+    assert "no cache at least up to 0.05 times" in verdict[1]
+    assert "always load at least up to 0.05 times" in verdict[1]
+    assert verdict[2:] == ("Not all cells were served: which policy holds more is not said.",)
+    stop = 0
+    served.clear()
+    assert "no cache (not served); always load (not served)" in goodput.build(asked, quiet()).verdict[1]
