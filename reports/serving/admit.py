@@ -165,9 +165,6 @@ class _Measured:
     def seconds(self, new_tokens: int, prefix_tokens: int = 0) -> float:
         return self._prefill.seconds(new_tokens, prefix_tokens)
 
-    def marginal_s(self, prefix_tokens: int) -> float:
-        return self._prefill.token_s + self._prefill.pair_s * prefix_tokens
-
 
 def _as_load(offer: Offer, links: Sequence[Link]) -> LineLoad:
     """All hauls of an offer, their queues and latencies, as one line by tokens."""
