@@ -65,6 +65,13 @@ MUTANTS = (
         Edit(f"{_PREFETCH}._answer", "    self._end_leases(job, tuple(row >> best << best for row in job.held))\n", ""),
     ),
     bug(
+        "one_end_takes_every_readers_lease",
+        "F",
+        "pins have no owner: the end of one request takes those of the others on its chunks (R26, S05)",
+        "leases crash server prefix bytes",
+        Edit("kvcore.leases:LeaseTable.release_owner", "slot.readers -= len(batches)", "slot.readers = 0"),
+    ),
+    bug(
         "late_locks_are_not_returned",
         "F",
         "a lookup answers the store's late reply with nothing; the locks it took stay (R24, R37)",
