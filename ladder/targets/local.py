@@ -58,8 +58,8 @@ PATIENT_NS = 30_000_000_000
 
 
 def floors(requests: int) -> dict[str, Floors]:
-    """What each pass must have done. Less than in the simulation: here timing decides what meets what. On a busy machine
-    every pass gives up states anew that a step overwrites before they are copied.
+    """What each pass must have done. Less than in the simulation: here timing decides what meets what. On a busy
+    machine every pass gives up states anew that a step overwrites before they are copied.
     """
     return {
         "0": Floors(requests),
