@@ -176,7 +176,7 @@ MUTANTS = (
             "slots.append(slot)",
         ),
         planes=("clock",),
-        note="none of 200 seeds sees it as they are drawn since 2026-11-30; its recorded case is an older draw's seed 54",
+        note="none of 200 seeds sees it as they are drawn now (2026-11-30); its recorded case is of an older draw",
     ),
     hard(
         "late_store_keeps_its_memory",
