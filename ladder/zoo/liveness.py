@@ -35,14 +35,14 @@ MUTANTS = (
             "",
         ),
     ),
-    hard(
+    bug(
         "budget_keeps_the_worst_case",
         "H",
         "a lookup never gives back what its plan does not need; later ones wait for bytes that nobody uses (R36)",
         "liveness hits crash plan",
         Edit(f"{_PREFETCH}._plan", "        self._line.shrink(grant, made.load_bytes)\n", ""),
     ),
-    hard(
+    bug(
         "failed_loads_keep_their_budget",
         "H",
         "bytes of loads that failed are never given back, until a limit blocks all (R24, R36)",
