@@ -139,18 +139,25 @@ def _dead(
 ) -> tuple[tuple[FaultEvent, ...], tuple[str, ...]]:
     """In one case of six something that has broken stays broken: no end for its fault.
 
-    But not a worker's road to a server that copies its pages: with nobody to tell it that a copy has ended, the worker
-    waits to its deadline and stops, as it must (docs/adr/0009-who-copies.md).
+    But not a living server that copies its workers' pages, for these: with nobody to tell it that a copy has ended, a
+    worker waits to its deadline and stops, and blocks are held for good, as they must be (docs/adr/0009-who-copies.md).
     """
     stream = RandomStream(seed, "swarm.dead")
     able = [event for event in faults if event.until_ns and event.target and _may_stay_dead(event)]
     if config.transfer == "server":
-        able = [event for event in able if not event.target.startswith("worker")]
+        able = [event for event in able if not _silences(event)]
     if not able or not stream.chance(1, 6):
         return tuple(faults), ()
     dead = stream.pick(able)
     lasting = msgspec.structs.replace(dead, until_ns=0)
     return tuple(lasting if event is dead else event for event in faults), (dead.target,)
+
+
+def _silences(event: FaultEvent) -> bool:
+    """A server that lives, for its workers."""
+    if event.kind.startswith("transport."):
+        return not event.target.startswith("scheduler")
+    return event.target.startswith("worker") or event.kind == "process.pause"
 
 
 def _may_stay_dead(event: FaultEvent) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from kvcore.cli import main
 from kvcore.errors import ConfigError
 from kvcore.ladder.repro.difference import first_difference, nearest_passing
-from kvcore.ladder.repro.directory import write_failure
+from kvcore.ladder.repro.directory import ORACLES, write_failure
 from kvcore.ladder.repro.line import CannotJudge, command_for, find_case, from_line, to_line
 from kvcore.ladder.repro.observe import Observed, judge, observe, planting
 from kvcore.ladder.repro.show import terminal_chart
@@ -159,6 +160,15 @@ def test_the_readme_says_which_oracle_which_step_and_what_is_left(failure: Path,
     assert f"fault: {minimised.faults[0]}" in text
     assert "The nearest run that passes is the same case without the fault l2.bit_flip_payload" in text
     assert "Without the mutant the same case passes." in text
+
+
+def test_every_oracle_of_a_case_is_explained() -> None:
+    """By the names with which findings are reported, in the simulation and in the swarm."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [*(root / "sim").rglob("*.py"), *(root / "ladder").rglob("*.py")]
+    named = {name for path in sources for name in re.findall(r"report\(\s*\"([a-z]+)\"", path.read_text())}
+    assert {"lost", "bytes", "liveness"} <= named
+    assert named - {"loop"} <= set(ORACLES), "`loop` is of the target local, which has no cases"
 
 
 def test_the_last_line_repeats_the_failure_in_a_fresh_interpreter_anywhere(failure: Path, tmp_path: Path) -> None:

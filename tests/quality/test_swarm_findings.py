@@ -25,6 +25,15 @@ FOUND_BY_SERVER = {
     463: "the same, behind a partition",
 }
 
+FOUND_BY_SILENT_SERVER = {
+    (
+        "transport",
+        117,
+    ): "the harness cut a server that copies off for good, as a whole: its workers hold blocks, as they must",
+    ("process", 10): "the same, paused for good",
+    ("process", 465): "the same",
+}
+
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_seed_that_failed_once_passes(seed: int) -> None:
@@ -40,6 +49,12 @@ def test_a_seed_that_failed_once_with_servers_that_copy_passes(seed: int) -> Non
     outcome = run_case(case)
     assert outcome.findings == [], FOUND_BY_SERVER[seed]
     assert outcome.marks["server.copied_out"]
+
+
+@pytest.mark.parametrize(("plane", "seed"), FOUND_BY_SILENT_SERVER)
+def test_a_seed_of_one_plane_that_failed_once_with_servers_that_copy_passes(plane: str, seed: int) -> None:
+    outcome = run_case(draw_case(seed, planes=[plane], transfer="server"))
+    assert outcome.findings == [], FOUND_BY_SILENT_SERVER[plane, seed]
 
 
 def test_damage_to_an_empty_file_leaves_it_empty() -> None:
