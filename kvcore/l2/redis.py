@@ -11,8 +11,8 @@
               name resolution is the system's; of several addresses of one name each may take `connect_timeout_s`
 
 Copies: payloads go from the caller's buffer to the socket and back with no copy of ours (`kvcore.l2.redis_wire`);
-with TLS the library copies once. One exchange carries a whole piece: its commands at once, then its answers; only the
-values of a store go one after the other, with their answers between.
+with TLS the library copies once. One exchange carries a whole piece: its commands at once, then its answers. Only to a
+server on this machine the values of a store go one after the other, with their answers between.
 
 Write. First STRLEN of each key is asked for (one round trip for a piece), then the header where the length is right: if
 it is intact and the key's, the answer is PRESENT. The others are SET. OOM is FULL. READONLY (a server that became a
@@ -316,8 +316,8 @@ class _Writing:
     """One piece of writing: ask what is there, then SET the rest.
 
     Values are sent one by one, small ones a few together. While the server takes them in, the checksums of the next
-    are made; these are sent once it has answered. More on its way at once was slower: what waits in the sockets'
-    buffers has left the processor's cache when it is read.
+    are made. On this machine these are sent once it has answered: what waits in the sockets' buffers has left the
+    processor's cache when it is read. Over a network each answer would cost a round trip, and they are read at the end.
     """
 
     def __init__(self, backend: RedisBackend, orders: Sequence[_Order]) -> None:
@@ -343,9 +343,11 @@ class _Writing:
         sent: list[int] = []
         for piece in cut(missing, sizes, len(missing) or 1, _SEND_BYTES):
             commands = [self._command(position) if position else first for position in piece]
-            self._settle(sent, wire, deadline)
+            if wire.near:
+                self._settle(sent, wire, deadline)
+                sent = []
             wire.send(commands, deadline)
-            sent = piece
+            sent = sent + piece
         self._settle(sent, wire, deadline)
 
     def _settle(self, sent: list[int], wire: Wire, deadline: Deadline) -> None:

@@ -22,9 +22,11 @@ Who holds: the connection its socket and one small buffer; the caller all else. 
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -101,7 +103,10 @@ def packed(words: Sequence[bytes]) -> bytes:
 
 
 class Wire:
-    """See the module text. `sock` is connected; the wire owns it from now on. `generation` is its pool's."""
+    """See the module text. `sock` is connected; the wire owns it from now on. `generation` is its pool's.
+
+    `near`: the server is on this machine, so that waiting for an answer costs next to nothing.
+    """
 
     def __init__(self, sock: socket.socket, generation: int) -> None:
         self.generation = generation
@@ -110,6 +115,7 @@ class Wire:
         self._bounded_by_system = self._gathers and sock.family != socket.AF_UNIX
         if self._bounded_by_system:
             sock.setblocking(True)
+        self.near = _is_near(sock)
         self._bounds_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -289,3 +295,11 @@ def _number(text: bytes) -> int:
         return int(text)
     except ValueError as error:
         raise StoreError("the server does not speak the protocol of Redis: a number is none") from error
+
+
+def _is_near(sock: socket.socket) -> bool:
+    if sock.family == socket.AF_UNIX:
+        return True
+    with suppress(OSError, ValueError):  # it has gone already
+        return ipaddress.ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback
+    return False

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
 
 from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey, key_text
+from kvcore.l2 import redis_wire
 from kvcore.l2.adapter import LockKind, StoreAnswer
 from kvcore.l2.envelope import Defect, encode_header, record_bytes
 from kvcore.l2.redis import RedisOptions
+from kvcore.l2.redis_wire import Wire
 
+STORED = StoreAnswer.STORED
 MIB = 1 << 20
 SECRET = "s3cr3t-w0rd"
 
@@ -49,6 +53,48 @@ def test_every_size_comes_back_byte_for_byte(valkey, key, size, opened):
     payloads = [payload[number : number + size] for number in range(3)]
     assert write(backend, keys, payloads) == [StoreAnswer.STORED] * 3
     assert read(backend, keys, size) == ([None] * 3, payloads)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_over_a_network_values_do_not_wait_for_answers(valkey, session, many, monkeypatch, near):
+    """Where an answer costs a round trip all values are on their way at once; on this machine one after the other."""
+    monkeypatch.setattr(redis_wire, "_is_near", lambda sock: near)
+    store = session(port=valkey().port)
+    keys, payloads = many(3, MIB)
+    store.lookup(keys)  # there is a connection
+    order = []
+    for name in ("send", "answer"):
+        call = getattr(Wire, name)
+        monkeypatch.setattr(
+            Wire, name, lambda wire, *words, name=name, call=call: (order.append(name), call(wire, *words))[1]
+        )
+    assert store.backend.write([(key, memoryview(payload)) for key, payload in zip(keys, payloads)]) == [STORED] * 3
+    asked = ["send", *["answer"] * 3, "send"]  # STRLEN of each; of none the header
+    assert order[:5] == asked
+    assert order[5:] == (["send", "answer"] * 3 if near else ["send"] * 3 + ["answer"] * 3)
+    assert store.load(keys, [MIB] * 3) == (0b111, payloads)
+
+
+def test_a_machines_own_addresses_are_near_and_others_are_not():
+    class Peer:
+        family = socket.AF_INET
+
+        def __init__(self, host):
+            self.host = host
+
+        def getpeername(self):
+            if self.host is None:
+                raise OSError("not connected any more")
+            return (self.host, 6379)
+
+    assert redis_wire._is_near(Peer("127.0.0.1"))
+    assert redis_wire._is_near(Peer("::1"))
+    assert not redis_wire._is_near(Peer("192.0.2.7"))
+    assert not redis_wire._is_near(Peer("fe80::1%eth0"))
+    assert not redis_wire._is_near(Peer(None))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert redis_wire._is_near(ours)
 
 
 def test_a_record_is_the_envelope_under_the_name(valkey, key, opened):
