@@ -62,6 +62,7 @@ def test_over_a_network_values_do_not_wait_for_answers(valkey, session, many, mo
     store = session(port=valkey().port)
     keys, payloads = many(3, MIB)
     store.lookup(keys)  # there is a connection
+    store.at_rest()  # and the scan of the start has ended
     order = []
     for name in ("send", "answer"):
         call = getattr(Wire, name)
