@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -448,6 +449,15 @@ def refuse(case: Case, text: str, **extra: Any) -> None:
 
 def test_an_unknown_setting_is_refused() -> None:
     refuse(CASE, "unknown settings", chunk_token=16)
+
+
+def test_engines_of_several_workers_are_refused() -> None:
+    """S29: their ranks would have other layers, or the same ones."""
+    config = make_config(CASE, transfer())
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.world_size = 2
+    with pytest.raises(ConfigError, match="no tensor or pipeline parallelism"):
+        KvcoreConnector(config, KVConnectorRole.SCHEDULER, make_kv_config(CASE))
 
 
 def test_servers_that_would_copy_by_themselves_are_refused() -> None:
