@@ -31,18 +31,16 @@ class Work:
         self.interrupted = False
 
     def run(self, steps: Iterable[tuple[str, Callable[[], Result]]]) -> dict[str, Result]:
-        """Results by name of step."""
+        """Results by name of step; the names differ."""
         done: dict[str, Result] = {}
         todo = list(steps)
-        for number, (name, step) in enumerate(todo, 1):
-            if not self.interrupted:
+        try:
+            for number, (name, step) in enumerate(() if self.interrupted else todo, 1):
                 self._say(f"[{time.monotonic() - self._began_s:5.1f} s] {number}/{len(todo)} {name}")
-                try:
-                    done[name] = step()
-                    continue
-                except KeyboardInterrupt:
-                    self._interrupt()
-            self.missing.append(name)
+                done[name] = step()
+        except KeyboardInterrupt:  # wherever it comes, between two steps too
+            self._interrupt()
+        self.missing += [name for name, _ in todo if name not in done]
         return done
 
     def run_together(self, names: Sequence[str], run: Callable[[Progress], Sequence[Result]]) -> dict[str, Result]:

@@ -161,6 +161,19 @@ def test_interrupted_at_the_first_step_a_report_says_so() -> None:
     assert work.missing == ["one", "two", "three"]
 
 
+def test_an_interrupt_between_two_steps_keeps_what_was_done() -> None:
+    """It came just after the name of the next step had been said, and the report was lost."""
+
+    def say(line: str) -> None:
+        if "2/3 two" in line:
+            raise KeyboardInterrupt
+
+    work = Work(say)
+    assert work.run((name, lambda: 1) for name in ("one", "two", "three")) == {"one": 1}
+    assert work.missing == ["two", "three"]
+    assert work.interrupted
+
+
 def test_cells_in_several_processes_give_the_same_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

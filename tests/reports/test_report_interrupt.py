@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from kvcore.reports.page import read_report
 
 ENDS_IN_S = 300.0  # seconds on an idle machine; drawing is what takes long
 LOADS = ["0.1", "0.2", "0.4", "0.6", "0.8", "1", "1.5", "2"]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Who is started in the background by a shell ignores SIGINT, and so does what he starts, tests included."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +52,7 @@ def test_an_interrupted_report_keeps_what_is_done_and_leaves_no_process(
         output, errors = process.communicate(timeout=ENDS_IN_S)
     assert process.returncode == INTERRUPTED, errors
     assert "Traceback" not in errors
-    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r"], output + errors
     report = read_report(tmp_path / "r")
     done, missing = report["tables"][0]["rows"], report["missing"]
     assert len(done) >= 1
