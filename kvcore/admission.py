@@ -6,7 +6,9 @@ A lookup has found a prefix. Loading it spares the GPU work and costs the link t
 the ways to serve the prompt and takes the cheapest. A way is an `Offer`: so many tokens, and per link the bytes to haul
 (an L2 store into host memory, then host memory into the GPU); recomputing is the offer of no tokens, and always there.
 
-    cost = own + beyond + lost(gpu, compute) + sum over links of lost(link, haul) + spoilt(compute)
+    cost = own + beyond + others(compute) + sum over links of lost(link, haul)
+
+    others(x) = lost(gpu, x) + TAIL_WEIGHT * x * (those who wait or come and are above the tail) + spoilt(x)
 
     own    = waited + max(wait for the GPU, wait for the hauls) + compute      (less what overlaps, with layers ahead)
     beyond = TAIL_WEIGHT * (own - tail), where own is above the tail
@@ -27,6 +29,10 @@ project's reports, over both Mooncake traces), where busy in place of busy^2 mad
 
 `beyond` keeps the slowest requests from paying for the average: a request whose own time would be above the `tail`
 (what one in fifty exceeds, as measured) gives its time up for others only where it helps them several times as much.
+Others above the tail lose x with the same weight: a request that computes must not push them where it would not go
+itself. The queue, work + x long, shortens by 1 - busy per second, so those who come in the next
+(work + x - free)/(1 - busy) seconds are above, where `free` is the tail less the mean seconds of a prompt (busy/rate);
+the times of those who wait are taken to lie evenly between what this one has waited and work.
 
 `spoilt` is there where the operator has told an objective (`kvcore.objective`): x seconds of computing hold up every
 sequence that decodes, and one that has only `slack` seconds left within its limit is no longer good after them. A good
@@ -158,6 +164,16 @@ class Queue:
         running = RUNNING_WEIGHT * min(self.busy, 1.0) ** 2 * self.running
         return work_s * (self.waiting + (running + self.rate * (self.work_s + work_s / 2)) / slack)
 
+    def above(self, tail_s: float, work_s: float, waited_s: float) -> float:
+        """How many of those who wait or come get their first token later than that, with so many seconds put in front
+        of them by one who has waited so long (module text)."""
+        prompt_s = self.busy / self.rate if self.rate else 0.0
+        free_s = tail_s - prompt_s
+        come_s = max(self.work_s + work_s - free_s, 0.0) / max(1 - self.busy, SLACK_MIN)
+        first_s, last_s = sorted((waited_s, self.work_s))
+        wide_s = max(last_s - first_s, work_s, TIE)
+        return self.rate * come_s + self.waiting * min(max(last_s + work_s - free_s, 0.0) / wide_s, 1.0)
+
 
 IDLE = Queue()
 
@@ -180,6 +196,11 @@ class Gpu:
 
     def __post_init__(self) -> None:
         assert all(slack > 0 for slack in self.slacks_s), "what cannot be good any more is not counted"
+
+    def others_s(self, work_s: float, waited_s: float) -> float:
+        """What so many seconds of computing cost everybody else, for one who has waited so long (module text)."""
+        above = self.queue.above(self.tail_s, work_s, waited_s) if self.tail_s > 0 else 0.0
+        return self.queue.lost_s(work_s) + TAIL_WEIGHT * work_s * above + self.spoilt_s(work_s)
 
     def spoilt_s(self, work_s: float) -> float:
         """What the answers are worth that so many seconds of computing make miss their objective (module text)."""
@@ -293,7 +314,7 @@ def cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequ
     assert compute >= 0
     spared = min(haul, compute) * (1 - 1 / gpu.layers)  # h/L + (L-1)/L max(h, c) + c/L instead of h + c
     own = prompt.waited_s + max(arrived - spared, gpu.ahead_s) + compute
-    return own + beyond_s(own, gpu.tail_s) + gpu.queue.lost_s(compute) + lost + gpu.spoilt_s(compute)
+    return own + beyond_s(own, gpu.tail_s) + gpu.others_s(compute, prompt.waited_s) + lost
 
 
 def beyond_s(own_s: float, tail_s: float) -> float:

@@ -184,6 +184,5 @@ def _split_gain_s(prompt: Prompt, prefix_tokens: int, front: int, load: LineLoad
     rest = prefill.seconds(prompt.tokens - prefix_tokens, prefix_tokens)
     computed = prompt.waited_s + gpu.ahead_s + whole
     split_up = prompt.waited_s + max(gpu.ahead_s + first, load.seconds(prefix_tokens - front)) + rest
-    others = gpu.queue.lost_s(whole) - gpu.queue.lost_s(first + rest)
-    others += gpu.spoilt_s(whole) - gpu.spoilt_s(first + rest)
+    others = gpu.others_s(whole, prompt.waited_s) - gpu.others_s(first + rest, prompt.waited_s)
     return computed + beyond_s(computed, gpu.tail_s) - split_up - beyond_s(split_up, gpu.tail_s) + others

@@ -15,6 +15,7 @@ from kvcore.admission import (
     PROBE_TOKENS,
     SLACK_MIN,
     TAIL_SHARE,
+    TAIL_WEIGHT,
     TRIALS,
     Backlog,
     Gpu,
@@ -114,8 +115,39 @@ def test_a_request_beyond_the_tail_gives_less_of_its_time_up() -> None:
     assert reason(SLOW, slowest) is Reason.COMPUTE
 
 
+def test_who_would_push_others_beyond_the_tail_loads() -> None:
+    """Computing takes 0.2 s, loading 1.1 s: this one stays within the tail either way, and those behind it do not."""
+    full = gpu(waiting=1, rate=0.5, busy=0.2, work_s=2.0)
+    for tail_s, expected in ((2.0, Reason.PAYS), (60.0, Reason.COMPUTE), (0.0, Reason.COMPUTE)):
+        assert reason(SLOW, dataclasses.replace(full, tail_s=tail_s)) is expected, tail_s
+
+
+def test_who_comes_while_the_queue_is_longer_than_the_tail_is_above_it() -> None:
+    """3 s of work and 2 more, of which half a second goes by per second; a tail of 1.25 s leaves 1 s to wait."""
+    queue = Queue(rate=2.0, busy=0.5, work_s=3.0)
+    assert queue.above(1.25, 2.0, 3.0) == pytest.approx(2.0 * (3 + 2 - 1) / 0.5)
+    assert queue.above(5.25, 2.0, 3.0) == 0, "all are below"
+    assert dataclasses.replace(queue, busy=3.0).above(2.5, 2.0, 3.0) == pytest.approx(2.0 * (3 + 2 - 1) / SLACK_MIN)
+    assert dataclasses.replace(queue, rate=0.0).above(1.25, 2.0, 3.0) == 0, "nobody comes, nobody waits"
+
+
+def test_of_those_who_wait_the_part_that_is_behind_the_tail_is_above_it() -> None:
+    """Their times lie between 1 s (this one's) and 3 s (the last one's)."""
+    queue = Queue(waiting=8, work_s=3.0)
+    above = [queue.above(3.0, work_s, 1.0) for work_s in (1e-6, 1.0, 2.0, 9.0)]
+    assert above == pytest.approx([0.0, 4.0, 8.0, 8.0], abs=1e-4)
+
+
+def test_others_above_the_tail_lose_with_the_weight_of_one_that_is_itself() -> None:
+    queue = Queue(waiting=8, work_s=3.0)
+    within, above = (Gpu(PREFILL, queue, tail_s=tail_s).others_s(2.0, 3.0) for tail_s in (60.0, 1.0))
+    assert within == pytest.approx(2.0 * 8)
+    assert above == pytest.approx((1 + TAIL_WEIGHT) * within)
+    assert Gpu(PREFILL, queue).others_s(2.0, 3.0) == pytest.approx(within), "the tail is not known yet"
+
+
 def test_time_waited_already_counts_towards_the_tail() -> None:
-    machine = dataclasses.replace(gpu(waiting=8), tail_s=3.0)
+    machine = dataclasses.replace(gpu(busy=0.5), tail_s=3.0, slacks_s=8 * (20.0,), good_share=0.5)
     decided = [decide(Prompt(8692, waited), [offer(8192)], machine, [Link(SLOW)], FREE) for waited in (0.0, 30.0)]
     assert [one.reason for one in decided] == [Reason.PAYS, Reason.COMPUTE]
 
