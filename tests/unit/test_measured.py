@@ -180,11 +180,12 @@ def test_loads_under_way_are_in_front_of_a_load(tokens: int, chunks: int) -> Non
 
 
 def test_of_a_prompt_in_pieces_what_is_left_is_in_front() -> None:
-    desk = slow_desk()
+    desk = slow_desk(10 * TOKEN_NS)
     front = desk.tracker("front", 400)
     front.decline()
     desk.admission.waits("front", 400)
     desk.admission.admitted(front)
+    assert desk.chosen("q", 33) == 8, "400 tokens are left"
     desk.admission.step_begins([ScheduledRequest("front", 0, 396, (), (), False, range(400))], False)
     desk.clock.ns += 396 * TOKEN_NS
     desk.admission.step_ended()
