@@ -52,6 +52,10 @@ class StoreAnswer(Enum):
     FAILED = "failed"  # failed for good
 
 
+# For those who meet them once per key: asking the class for a member takes 0.1 us (Python 3.11).
+STORED, PRESENT, FULL, RETRY, FAILED = StoreAnswer
+
+
 @dataclass(frozen=True, slots=True)
 class L2Usage:
     bytes_used: int

@@ -133,13 +133,14 @@ async def _run_checks(spec: StoreSpec, chosen: list[Check], deadline_s: float) -
             if finding.verdict is Verdict.BROKEN:
                 broken += 1
                 if traits.shared:
-                    _traits(spec)  # one that is lost would break each promise, at the price of a deadline
+                    # One that is lost would break each promise, at the price of a deadline.
+                    open_shown(spec, spec.open_backend).close()
     print(f"{spec.shown}: {broken} of {len(chosen)} promises broken")
     return 1 if broken else 0
 
 
 def _traits(spec: StoreSpec) -> Traits:
-    """Opens the store once; StoreError: it is not there. No check may limit it: that would evict others' records."""
+    """Opens the store once, to see that it is there. No check may limit it: that would evict others' records."""
     backend = open_shown(spec, spec.open_backend)
     backend.close()
     lasting = spec.scheme not in _FORGETFUL

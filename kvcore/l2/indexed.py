@@ -57,7 +57,7 @@ from functools import partial
 
 from kvcore.keys import ObjectKey
 from kvcore.l2 import work
-from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
+from kvcore.l2.adapter import STORED, L2Usage, LockKind, LockStrength, StoreAnswer, TaskId
 from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.backend import Backend
 from kvcore.l2.envelope import Defect
@@ -72,7 +72,6 @@ from kvcore.quota import Quota
 _DELETE_TRIES = 3
 
 STRONG = LockStrength(LockKind.STRONG)
-STORED = StoreAnswer.STORED  # met once per key, and a class is slow to ask for its member
 
 
 class IndexedAdapter(BackedAdapter[Backend]):

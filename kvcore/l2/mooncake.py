@@ -56,7 +56,7 @@ from kvcore.errors import StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import envelope
 from kvcore.l2 import mooncake_client as codes
-from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
+from kvcore.l2.adapter import STORED, L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect
 from kvcore.l2.mooncake_client import MooncakeClient, MooncakeOptions, address, check_options, failure, pointer
 from kvcore.l2.objectstore_names import below, joined, key_of_name, object_name
@@ -69,7 +69,6 @@ _PLACES_MAX = 16 * 1024
 _ADMIN_PORT = 9003
 _ADMIN_NAMES = 32  # per request: names are long, and so would be the URL
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
-_STORED = StoreAnswer.STORED
 _METRIC = re.compile(r"^(master_\w+) (\d+)$", re.ASCII | re.MULTILINE)
 
 Order = tuple[ObjectKey, memoryview]
@@ -230,7 +229,7 @@ class MooncakeBackend:
                     target[:] = payload  # first, so that the checksum reads what the copy has left in the CPU's cache
                 head[:] = envelope.header_by(place.template, target)
             done = client.put(pieces.names, pieces.pointers, pieces.sizes)
-            return [_STORED if code == 0 else _refusal(code) for code in done]
+            return [STORED if code == 0 else _refusal(code) for code in done]
 
     def _judge(
         self, client: MooncakeClient, pieces: _Pieces, at: int, key: ObjectKey, into: memoryview, got: int

@@ -347,7 +347,7 @@ class _Writing:
                 self._settle(sent, wire, deadline)
                 sent = []
             wire.send(commands, deadline)
-            sent = sent + piece
+            sent += piece
         self._settle(sent, wire, deadline)
 
     def _settle(self, sent: list[int], wire: Wire, deadline: Deadline) -> None:

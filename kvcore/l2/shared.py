@@ -54,7 +54,7 @@ from kvcore.errors import ConfigError, StoreError
 from kvcore.keys import ObjectKey
 from kvcore.l2 import shared_work as work
 from kvcore.l2.activity import NOT_BUSY, REMOVING, WRITING, Activities, Activity
-from kvcore.l2.adapter import L2Usage, StoreAnswer, TaskId
+from kvcore.l2.adapter import PRESENT, STORED, L2Usage, StoreAnswer, TaskId
 from kvcore.l2.backed import BackedAdapter
 from kvcore.l2.envelope import Defect
 from kvcore.l2.ledger import Ledger
@@ -72,7 +72,6 @@ _log = logging.getLogger("kvcore.l2")
 
 
 _NOWHERE = memoryview(b"")
-STORED, PRESENT = StoreAnswer.STORED, StoreAnswer.PRESENT
 
 
 class SharedAdapter(BackedAdapter[SharedBackend]):

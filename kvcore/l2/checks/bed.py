@@ -25,7 +25,6 @@ from kvcore.l2.wrapped import CountingAdapter
 from kvcore.ports import Executor, Outcome
 from kvcore.quota import Quota
 
-STORED, PRESENT, FULL = StoreAnswer.STORED, StoreAnswer.PRESENT, StoreAnswer.FULL
 T = TypeVar("T")
 
 _HASH_BYTES = 32

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcore.errors import CallerError
-from kvcore.l2.checks.bed import STORED, Bed, CheckFailedError, payload, require
+from kvcore.l2.adapter import STORED
+from kvcore.l2.checks.bed import Bed, CheckFailedError, payload, require
 
 _NAMES: tuple[str, ...] = (
     "",

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from kvcore.errors import CallerError
 from kvcore.keys import ObjectKey
-from kvcore.l2.checks.bed import FULL, PRESENT, STORED, Bed, CheckFailedError, Client, noise, payload, require
+from kvcore.l2.adapter import FULL, PRESENT, STORED
+from kvcore.l2.checks.bed import Bed, CheckFailedError, Client, noise, payload, require
 from kvcore.quota import Quota
 
 _USERS = 4

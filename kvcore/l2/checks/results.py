@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcore.l2.adapter import TaskId
-from kvcore.l2.checks.bed import PRESENT, STORED, Bed, require
+from kvcore.l2.adapter import PRESENT, STORED, TaskId
+from kvcore.l2.checks.bed import Bed, require
 
 _LARGE_BATCH = 1000
 

@@ -15,7 +15,6 @@ from kvcore.l2.envelope import Defect, encode_header, record_bytes
 from kvcore.l2.redis import RedisOptions
 from kvcore.l2.redis_wire import Wire
 
-STORED = StoreAnswer.STORED
 MIB = 1 << 20
 SECRET = "s3cr3t-w0rd"
 
@@ -69,7 +68,10 @@ def test_over_a_network_values_do_not_wait_for_answers(valkey, session, many, mo
         monkeypatch.setattr(
             Wire, name, lambda wire, *words, name=name, call=call: (order.append(name), call(wire, *words))[1]
         )
-    assert store.backend.write([(key, memoryview(payload)) for key, payload in zip(keys, payloads)]) == [STORED] * 3
+    assert (
+        store.backend.write([(key, memoryview(payload)) for key, payload in zip(keys, payloads)])
+        == [StoreAnswer.STORED] * 3
+    )
     asked = ["send", *["answer"] * 3, "send"]  # STRLEN of each; of none the header
     assert order[:5] == asked
     assert order[5:] == (["send", "answer"] * 3 if near else ["send"] * 3 + ["answer"] * 3)
