@@ -12,7 +12,8 @@ component); a field with `internal` in its metadata is set by code only. Every o
 
 1. All four sources are read into one table path -> (value, origin), the weakest first.
 2. A key, table or variable that no field has is an error that names the nearest one, and so is a value of another kind.
-   Nothing has been started then.
+   Nothing has been started then. One exception: of a Kubernetes service that is called "kvcore" or "kvcore-...", every
+   pod beside it is told in variables that begin with our prefix; nobody has set those.
 3. The struct is built from the table; its own checks (`__post_init__`) have the last word.
 
 `render` prints the whole configuration as TOML that can be read back, each line with its origin. URLs lose their
@@ -27,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -42,8 +44,23 @@ from kvcore.errors import ConfigError
 T = TypeVar("T")
 
 PREFIX = "KVCORE_"
-ENVIRONMENT_OF_TESTS = frozenset({"KVCORE_REPEATS"})
+ENVIRONMENT_OF_TESTS = frozenset(
+    {
+        "KVCORE_DOMINANCE",
+        "KVCORE_KILL_CYCLES",
+        "KVCORE_LADDER_FINGERPRINT",
+        "KVCORE_PEERS_PYTHON",
+        "KVCORE_REPEATS",
+        "KVCORE_TEST_BACKEND",
+        "KVCORE_TEST_KERNELS",
+        "KVCORE_TEST_SANITIZER",
+        "KVCORE_TRACES",
+    }
+)
 """Variables that are ours and configure no component."""
+_SERVICE_ADDRESS = re.compile(
+    r"\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +173,15 @@ def _take_environment(
 ) -> None:
     by_variable = {field.variable: field for field in fields.values()}
     for variable, text in sorted(environ.items()):
-        if variable.startswith(PREFIX) and variable not in ENVIRONMENT_OF_TESTS:
+        if variable.startswith(PREFIX) and variable not in ENVIRONMENT_OF_TESTS and not _of_a_service(variable, text):
             field = _known(variable, by_variable, "the environment")
             given[field.path] = (_parsed(variable, field, text), variable)
+
+
+def _of_a_service(variable: str, text: str) -> bool:
+    """Kubernetes has set it. NAME_PORT alone could be a setting that is misspelt, but for what it says."""
+    said = variable.endswith("_PORT") and "://" in text
+    return said or _SERVICE_ADDRESS.fullmatch(variable) is not None
 
 
 def _known(name: str, known: Mapping[str, Field], where: str) -> Field:

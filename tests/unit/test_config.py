@@ -90,6 +90,24 @@ def test_a_mistake_in_the_environment_is_named(variable: str, text: str, said: s
     assert said in str(raised.value)
 
 
+def test_a_service_of_our_name_beside_us_sets_nothing() -> None:
+    """S30: what Kubernetes tells every pod of a service called kvcore-cache; a setting that looks alike is refused."""
+    told = {
+        "KVCORE_CACHE_SERVICE_HOST": "10.0.0.7",
+        "KVCORE_CACHE_SERVICE_PORT": "5555",
+        "KVCORE_CACHE_SERVICE_PORT_METRICS": "9400",
+        "KVCORE_CACHE_PORT": "tcp://10.0.0.7:5555",
+        "KVCORE_CACHE_PORT_5555_TCP": "tcp://10.0.0.7:5555",
+        "KVCORE_CACHE_PORT_5555_TCP_PROTO": "tcp",
+        "KVCORE_CACHE_PORT_5555_TCP_PORT": "5555",
+        "KVCORE_CACHE_PORT_5555_TCP_ADDR": "10.0.0.7",
+    }
+    loaded = load_serve_config({}, {**told, "KVCORE_CHUNK_TOKENS": "64"})
+    assert (loaded.value.chunk_tokens, loaded.origins) == (64, {"chunk_tokens": "KVCORE_CHUNK_TOKENS"})
+    with pytest.raises(ConfigError, match="unknown setting KVCORE_HTTP_PORT"):
+        load_serve_config({}, {"KVCORE_HTTP_PORT": "9400"})
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_serve_config({}, {}, tmp_path / "none.toml")

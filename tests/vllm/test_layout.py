@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.config import AttentionConfig, DeviceConfig
+from vllm.config import (
+    AttentionConfig,
+    DeviceConfig,
+    ModelConfig,
+    MultiModalConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -230,26 +240,96 @@ def test_the_namespace_carries_what_the_bytes_of_a_chunk_are() -> None:
     assert fingerprints_of(kv_config(), "cpu") != fingerprints_of(kv_config(), "cuda"), "another kernel's blocks"
 
 
+def named(model: Any = None, speculative: Any = None, **changes: Any) -> bytes:
+    """The namespace of an engine of `model`, with attributes of its configuration, or of the model's own, changed."""
+    config = make_config(CASE, {})
+    config.speculative_config = speculative
+    config.model_config = copy.copy(config.model_config if model is None else model)
+    config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+    for name, value in changes.items():
+        own = hasattr(config.model_config, name)
+        setattr(config.model_config if own else config.model_config.hf_config, name, value)
+    return namespace_of(config, kv_config(), layout_of(kv_config())).digest
+
+
 def test_whatever_is_told_of_a_model_changes_the_namespace_and_nothing_else_does() -> None:
     """S04: positions stretched by an override, rounded weights. What a model writes into its own configuration while it
     is loaded does not: that happens in the workers alone."""
-
-    def named(**changes: Any) -> bytes:
-        config = make_config(CASE, {})
-        config.model_config = copy.copy(config.model_config)
-        config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
-        for name, value in changes.items():
-            holder = config.model_config if hasattr(config.model_config, name) else config.model_config.hf_config
-            setattr(holder, name, value)
-        return namespace_of(config, kv_config(), layout_of(kv_config())).digest
-
     plain = named()
     assert plain == named(transformers_version="0") == named(tie_word_embeddings=True) == named(hf_overrides={})
     stretched = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     others = [named(hf_overrides=each) for each in (stretched, {"rms_norm_eps": 1e-6}, copy.deepcopy)]
     others += [named(hf_config_path="elsewhere"), named(revision="1")]
     others += [named(quantization="fp8"), named(quantization="awq"), named(quantization_config={"linear": "int8"})]
-    assert len({plain, *others}) == 9
+    others += [named(multimodal_config=MultiModalConfig(mm_encoder_attn_dtype="fp8"))]
+    others += [named(multimodal_config=MultiModalConfig(video_pruning_rate=rate)) for rate in (0.25, 0.5)]
+    assert len({plain, *others}) == 12
+    assert plain == named(multimodal_config=MultiModalConfig())
+
+
+def model_of(directory: Path, **changes: Any) -> ModelConfig:
+    """vLLM's own configuration of a tiny model."""
+    directory.mkdir()
+    tiny = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(tiny | changes))
+    return ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
+
+
+def test_how_long_a_request_may_be_changes_the_keys_where_it_changes_the_kv(tmp_path: Path) -> None:
+    """S31: with LongRoPE, and in Llama 4, a longer limit makes other KV of every prompt, and only the limit says so."""
+    factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi = model_of(
+        tmp_path / "phi",
+        architectures=["Phi3ForCausalLM"],
+        model_type="phi3",
+        max_position_embeddings=1024,
+        original_max_position_embeddings=512,
+        rope_scaling=factors,
+    )
+    assert named(phi, max_model_len=256) == named(phi, max_model_len=512)
+    assert len({named(phi, max_model_len=reach) for reach in (512, 513, 1024)}) == 2
+    fitted = {named(phi, max_model_len=reach, original_max_model_len=-1) for reach in (300, 600)}
+    assert len(fitted) == 1, "what was fitted to the memory was so after the model was made"
+    arch = copy.copy(phi.model_arch_config)
+    arch.architectures = ["Llama4ForCausalLM"]
+    llama4 = partial(named, model_of(tmp_path / "llama"), model_arch_config=arch)
+    assert len({llama4(max_model_len=reach) for reach in (1024, 32768, 32769, 1 << 20)}) == 2
+    assert llama4() != llama4(override_generation_config={"attn_temperature_tuning": True})
+    assert named(max_model_len=512) == named(max_model_len=1 << 20), "others share what they have stored"
+
+
+def test_another_drafting_model_makes_other_keys_where_its_kv_is_stored_as_well(tmp_path: Path) -> None:
+    """S32: its layers lie in the same cells, and nothing but its name tells two of one shape apart."""
+    target = model_of(tmp_path / "target")
+
+    def drafting(method: str, drafter: ModelConfig) -> bytes:
+        speculative = SpeculativeConfig(
+            method=method,
+            model=drafter.model,
+            revision=drafter.revision,
+            num_speculative_tokens=2,
+            target_model_config=target,
+            target_parallel_config=ParallelConfig(),
+        )
+        return named(target, speculative)
+
+    first, second = model_of(tmp_path / "first"), model_of(tmp_path / "second")
+    assert drafting("draft_model", first) == drafting("draft_model", first)
+    assert len({named(target), drafting("draft_model", first), drafting("draft_model", second)}) == 3
+    assert named(target) == drafting("ngram", target), "it keeps no KV"
 
 
 def test_blocks_on_a_device_are_named_by_the_backends_that_were_asked_for() -> None:

@@ -38,6 +38,10 @@ from kvcore.keys import Namespace
 CHUNK_TOKENS = 256
 _RANDOM_SEED = ("xxhash",)
 _TOLD_CHARS = 32
+_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Ways to draft tokens that keep no KV."""
+_REACHES = {"Llama4ForCausalLM": 32768, "Llama4ForConditionalGeneration": 32768}
+"""By architecture: engines that serve longer requests than this compute another attention, from the first token on."""
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -85,7 +89,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     return engine_namespace(
         layout,
         model_name=str(model.model),
-        revision=f"{model.revision or ''}{_told(model)}",
+        revision=f"{model.revision or ''}{_told(model)}{_drafter(vllm_config.speculative_config)}",
         quantisation=_quantisation(model),
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}/{model.dtype}",
         algorithm=str(algorithm),
@@ -95,18 +99,58 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
 
 
 def _told(model: Any) -> str:
-    """A digest of what the user has told about the model's configuration: it changes the KV, and no other name.
+    """A digest of what the user has told about the model: it changes the KV, and no other name.
 
-    Not of the configuration itself. Some models write into theirs while a worker loads them, so scheduler and
+    Not of the model's configuration itself. Some models write into theirs while a worker loads them, so scheduler and
     worker would have two names.
     """
     overrides = model.hf_overrides
     if callable(overrides):
         overrides = f"{overrides.__module__}.{overrides.__qualname__}"
-    if not overrides and not model.hf_config_path:
+    more = [each for each in (_reach(model), _encoder(model.multimodal_config)) if each]
+    if not overrides and not model.hf_config_path and not more:
         return ""
-    told = json.dumps([model.hf_config_path, overrides], sort_keys=True, default=repr)
+    told = json.dumps([model.hf_config_path, overrides, *more], sort_keys=True, default=repr)
     return f"/{blake3(told.encode()).hexdigest()[:_TOLD_CHARS]}"
+
+
+def _reach(model: Any) -> str:
+    """Which of the lengths the longest request exceeds from which on the model computes other KV, also for short ones.
+
+    A length that is fitted to the memory is so after the model was made, for its full length.
+    """
+    limits = [_REACHES[name] for name in model.architectures if name in _REACHES]
+    tuned = model.override_generation_config.get("attn_temperature_tuning") if limits else None
+    limits += _stretched_from(getattr(model.hf_text_config, "rope_parameters", None) or {})
+    if not limits:
+        return ""
+    fitted = model.original_max_model_len == -1
+    return f"reach {tuned} {['fitted' if fitted else model.max_model_len > limit for limit in limits]}"
+
+
+def _stretched_from(rope: Any) -> list[int]:
+    """LongRoPE has two sets of factors; vLLM takes the long ones if *any* request may be longer than this."""
+    if not isinstance(rope, Mapping):
+        return []
+    if rope.get("rope_type") == "longrope":
+        return [rope["original_max_position_embeddings"]]
+    return [limit for kind in rope.values() for limit in _stretched_from(kind)]
+
+
+def _encoder(multimodal: Any) -> str:
+    """How images and videos become embeddings, as far as their hashes do not say it."""
+    if multimodal is None or not (multimodal.mm_encoder_attn_dtype or multimodal.video_pruning_rate):
+        return ""
+    scales = f"{multimodal.mm_encoder_attn_dtype} {multimodal.mm_encoder_fp8_scale_path}"
+    return f"encoder {scales} {multimodal.video_pruning_rate} {multimodal.video_pruning_method}"
+
+
+def _drafter(speculative: Any) -> str:
+    """The model that drafts tokens, where it has layers of its own in the cache: another one fills them otherwise."""
+    if speculative is None or speculative.method in _WITHOUT_LAYERS or speculative.draft_model_config is None:
+        return ""
+    draft = speculative.draft_model_config
+    return f"/drafts {draft.model} {draft.revision or ''}{_told(draft)} {_quantisation(draft)} {draft.dtype}"
 
 
 def _quantisation(model: Any) -> str:
