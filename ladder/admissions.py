@@ -9,7 +9,7 @@
 loaded was lost, and not refused.
 
 A climb with `if-it-pays` cannot ask for a share of hits: what the clock measures decides. It asks for both decisions,
-on rung 3. Loads come of themselves, since what was not measured yet is loaded; FLOOR_CHUNKS make some of the shortest
+on rung 3. Loads come of themselves, since what was not measured yet is loaded; a floor makes some of the shortest
 prefixes too short on any machine.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvcore.admission import Limits
 from kvcore.bitmap import bits
@@ -31,10 +32,11 @@ from kvcore.ports import Clock
 from kvcore.sim.streams import RandomStream
 
 KINDS = ("always", "if-it-pays", "drawn")
-OBJECTIVE = Objective(tpot_s=0.002, ttft_s=1.0)
+OBJECTIVE = "ttft:1000 tpot:2"
 """Of every other seed: some answers of an episode meet it, some do not."""
 FLOOR_CHUNKS = 4
-"""Of a climb: shorter prefixes are never loaded. Every workload has requests below it, and more above."""
+"""Of a climb: shorter prefixes are never loaded. Every workload has requests below it, and more above. Target vllm has
+fewer chunks to a prompt, and takes a floor from its workload."""
 
 
 class DrawnAdmission(LoadAll):
@@ -65,12 +67,21 @@ def admission_for(
 ) -> Admission:
     """The admission of one life of a scheduler side."""
     if kind == "if-it-pays":
-        return LoadIfItPays(layout, clock, Limits(floor_tokens, objective=OBJECTIVE if seed % 2 else None))
+        objective = Objective.read(OBJECTIVE) if seed % 2 else None
+        return LoadIfItPays(layout, clock, Limits(floor_tokens, objective=objective))
     if kind == "drawn":
         return DrawnAdmission(RandomStream(seed, f"admission.{life}"), over)
     if kind != "always":
         raise ConfigError(f"there is no admission {kind!r}; known: {', '.join(KINDS)}")
     return LoadAll()
+
+
+def settings_for(kind: str, *, seed: int, floor_tokens: int) -> dict[str, Any]:
+    """The same admission, for a connector that reads settings (`kvcore.connectors.vllm.settings`)."""
+    if kind == "always":
+        return {}
+    settings = {"admission": kind, "admission_floor_tokens": floor_tokens}
+    return settings | ({"admission_objective": OBJECTIVE} if seed % 2 else {})
 
 
 def refusals(admission: Admission) -> int:

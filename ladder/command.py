@@ -87,13 +87,14 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
         cases=check_cases(arguments.cases),
         artifacts=check_artifacts(arguments.artifacts),
         transfer=check_transfer(arguments.transfer),
-        admission=check_admission(arguments.admission, target),
+        admission=arguments.admission,
         store=check_store(arguments.store, target),
         model=check_model(arguments.model, target),
         connector_config=check_mapping(arguments.connector_config, target, "--connector-config"),
         engine_config=check_mapping(arguments.engine_config, target, "--engine-config"),
     )
     check_storms(options)
+    check_admission(options)
     _check_used(arguments, options)
     return options
 
@@ -101,13 +102,8 @@ def options_from(arguments: argparse.Namespace) -> LadderOptions:
 def _check_used(arguments: argparse.Namespace, options: LadderOptions) -> None:
     """What nobody would look at is refused: it was meant to do something."""
     no_passes = ("cell", "trace", "l1", "l2", "requests") if not options.passes else ()
-    own = options.connector is None and options.passes
-    if options.transfer != "worker" and not own:
+    if options.transfer != "worker" and not (options.passes and options.connector is None):
         raise ConfigError("--transfer is for kvcore's own workers and servers, on the rungs 0 to 4")
-    if options.admission != "always" and not own:
-        raise ConfigError(
-            "--admission is for kvcore's own connector, on the rungs 0 to 4; storm rungs draw one per case"
-        )
     no_storms = ("cases", "artifacts") if not options.storms else ()
     for name in (*no_passes, *no_storms):
         if getattr(arguments, name) not in (None, []):

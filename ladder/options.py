@@ -154,13 +154,12 @@ def check_transfer(text: str, option: str = "--transfer") -> Transfer:
     raise ConfigError(f"{option} takes worker or server, not {text!r}")
 
 
-def check_admission(text: str, target: str, option: str = "--admission") -> str:
-    """Whether everything is loaded, or what pays."""
-    if text not in MODES:
-        raise ConfigError(f"{option} takes {' or '.join(MODES)}, not {text!r}")
-    if text != "always" and target == "vllm":
-        raise ConfigError(f"{option} is for the targets sim, local and torch; vllm's rungs ask for a share of hits")
-    return text
+def check_admission(options: LadderOptions, option: str = "--admission") -> None:
+    """Raises `ConfigError` for an admission that does not exist, or that nobody would ask."""
+    if options.admission not in MODES:
+        raise ConfigError(f"{option} takes {' or '.join(MODES)}, not {options.admission!r}")
+    if options.admission != "always" and not (options.passes and options.connector is None):
+        raise ConfigError(f"{option} is for kvcore's own connector, on the rungs 0 to 4; storm rungs draw one per case")
 
 
 def check_seed(text: str, option: str = "--seed") -> int:

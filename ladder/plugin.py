@@ -35,6 +35,7 @@ _DEFAULTS = {
     "--ladder-engine-config": None,
     "--ladder-model": None,
     "--ladder-trace": None,
+    "--ladder-admission": "always",
     "--sim-seed": "0",
 }
 _SIM_DEFAULTS = dict.fromkeys(("--sim-seeds", "--sim-seconds", "--sim-replay", "--sim-artifacts"))
@@ -54,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--ladder-engine-config", "JSON", "arguments for vLLM's LLM (target vllm)")
     add("--ladder-model", "NAME", "llama, gemma3, gpt-oss, fingerprint or fingerprint-window (target vllm)")
     add("--ladder-trace", "FILE", "Mooncake-format trace to take requests from")
+    add("--ladder-admission", "WHAT", "what is loaded: always (default), or if-it-pays")
     add("--sim-seed", "N", "seed of the simulated world; the first one of a swarm")
     add("--sim-seeds", "N", f"seeds of the suite's swarm (default {SUITE_SEEDS}, unless --sim-seconds is given)")
     add("--sim-seconds", "S", "end the suite's swarm after this time")
@@ -80,6 +82,7 @@ def _options(config: pytest.Config) -> Any:
         CHUNK_TOKENS,
         REQUESTS,
         LadderOptions,
+        check_admission,
         check_cases,
         check_mapping,
         check_model,
@@ -107,11 +110,13 @@ def _options(config: pytest.Config) -> Any:
             connector=connector,
             trace=Path(trace) if trace else None,
             chunk_tokens=CHUNK_TOKENS[target],
+            admission=option("--ladder-admission"),
             model=check_model(option("--ladder-model"), target, "--ladder-model"),
             connector_config=check_mapping(option("--ladder-connector-config"), target, "--ladder-connector-config"),
             engine_config=check_mapping(option("--ladder-engine-config"), target, "--ladder-engine-config"),
         )
         check_storms(options)
+        check_admission(options, "--ladder-admission")
         return options
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from None

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from kvcore.admission import Limits
 from kvcore.connectors.admission import LoadAll
 from kvcore.connectors.tracker import RequestTracker
+from kvcore.connectors.vllm.settings import Settings
 from kvcore.ladder import stack
+from kvcore.ladder.admissions import settings_for
 from kvcore.ladder.climb import climb_all
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.result import CellResult, failures
+from kvcore.objective import Objective
 
 pytestmark = pytest.mark.ladder
 
@@ -32,6 +36,13 @@ def test_loading_only_what_pays_changes_no_output(target: str, cell: str) -> Non
     assert rungs["3"].refusals > 0
     assert rungs["4"].preemptions > 0
     assert "--admission if-it-pays" in result.reproduce
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_connector_that_reads_settings_is_told_the_same_limits(seed: int) -> None:
+    told = Settings.read(settings_for("if-it-pays", seed=seed, floor_tokens=64))
+    assert told.limits == Limits(64, objective=Objective(tpot_s=0.002, ttft_s=1.0) if seed else None)
+    assert Settings.read(settings_for("always", seed=seed, floor_tokens=64)).limits is None
 
 
 class RefuseAll(LoadAll):

@@ -106,7 +106,6 @@ def test_a_cell_that_the_target_does_not_have_is_refused(capsys: pytest.CaptureF
     ("more", "said"),
     [
         (("sometimes",), "takes always or if-it-pays, not 'sometimes'"),
-        (("if-it-pays", "--target", "vllm"), "for the targets sim, local and torch"),
         (("if-it-pays", "--connector", "tests.ladder.dict_connector:DictConnector"), "kvcore's own connector"),
         (("if-it-pays", "--rungs", "5-8"), "storm rungs draw one per case"),
     ],

@@ -145,6 +145,19 @@ def test_the_seed_reaches_the_climb_and_the_marker_selects_it(project: Path) -> 
     assert traces[0] == traces[1] != traces[2]
 
 
+def test_the_admission_reaches_the_climb_and_the_line_that_reproduces_it(project: Path) -> None:
+    junit = project / "junit.xml"
+    chosen = ("-k", CELL, "--ladder-rung", "3", "--ladder-admission", "if-it-pays")
+    result = run_pytest(project, *SUITE, *chosen, f"--junitxml={junit}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    values = {item.get("name"): item.get("value") for item in ElementTree.parse(junit).iter("property")}
+    climb = json.loads(values["kvcore_ladder"] or "")["cell"]
+    rungs = {rung["rung"]: rung for rung in climb["rungs"]}
+    assert rungs["3"]["loads_verified"] > 0
+    assert rungs["3"]["refusals"] > 0
+    assert "--admission if-it-pays" in climb["reproduce"]
+
+
 def test_a_storm_rung_is_climbed_by_its_number_and_its_row_is_in_the_table(project: Path) -> None:
     chosen = ("--pyargs", "kvcore.ladder.suite", "-m", "storm", "--ladder-rung", "6", "--ladder-cases", "12")
     junit = project / "junit.xml"
@@ -164,6 +177,8 @@ def test_a_storm_rung_is_climbed_by_its_number_and_its_row_is_in_the_table(proje
         ("--ladder-rung=9", "rung '9' does not exist"),
         ("--ladder-cases=few", "--ladder-cases takes a whole number from 1"),
         ("--ladder-target=locl", "did you mean local?"),
+        ("--ladder-admission=sometimes", "--ladder-admission takes always or if-it-pays, not 'sometimes'"),
+        ("--ladder-admission=if-it-pays --ladder-rung=5-8", "--ladder-admission is for kvcore's own connector"),
         ("--sim-seed=tomorrow", "--sim-seed takes a whole number"),
         ("--sim-seeds=0", "--sim-seeds takes a whole number from 1 on"),
         ("--sim-seconds=never", "--sim-seconds takes a positive number"),
@@ -173,7 +188,7 @@ def test_a_storm_rung_is_climbed_by_its_number_and_its_row_is_in_the_table(proje
     ],
 )
 def test_unusable_options_end_the_session_with_one_line(project: Path, option: str, expected: str) -> None:
-    result = run_pytest(project, option)
+    result = run_pytest(project, *option.split())
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     lines = [line for line in result.stderr.splitlines() if line]
     assert len(lines) == 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcore.errors import InternalError
+from kvcore.ladder.admissions import refusals, settings_for
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.targets.vllm.engine import BLOCK_TOKENS, TinyEngine
 from kvcore.runtime.child import ENDS_IN_S, ServerChild
@@ -61,8 +62,9 @@ class _Kvcore:
 
     has_l2 = True
 
-    def __init__(self, chunk_tokens: int, load_async: bool, several_groups: bool) -> None:
+    def __init__(self, chunk_tokens: int, load_async: bool, several_groups: bool, admission: dict[str, Any]) -> None:
         self.chunk_tokens = chunk_tokens
+        self._admission = admission
         self.directory = Path(tempfile.mkdtemp(prefix="kvv-"))  # short: an ipc path has about 100 bytes at most
         self._load_async = load_async
         # A failed synchronous load stops an engine with several groups; that must be said (see the connector).
@@ -73,12 +75,12 @@ class _Kvcore:
         return f"file://{self.directory}/l2"
 
     def transfer(self) -> dict[str, Any]:
-        extra = {"chunk_tokens": self.chunk_tokens, "load_async": self._load_async, **self.settings()}
+        extra = {"chunk_tokens": self.chunk_tokens, "load_async": self._load_async}
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": MODULE,
             "kv_load_failure_policy": self._policy,
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": extra | self._admission | self.settings(),
         }
 
     def settings(self) -> dict[str, Any]:
@@ -91,6 +93,7 @@ class _Kvcore:
             "stores_verified": worker.cells_stored,
             "fences_waited": worker.fences_waited,
             "stores_cancelled": worker.stores_cancelled,
+            "refusals": refusals(engine.connector._side.scheduler.admission),
         }
 
     def close(self) -> list[str]:
@@ -135,8 +138,8 @@ async def _dropped(storage: Any) -> None:
 class Served(_Kvcore):
     """One `kvcore serve`, with files behind its L1."""
 
-    def __init__(self, chunk_tokens: int, load_async: bool, several_groups: bool) -> None:
-        super().__init__(chunk_tokens, load_async, several_groups)
+    def __init__(self, chunk_tokens: int, load_async: bool, several_groups: bool, admission: dict[str, Any]) -> None:
+        super().__init__(chunk_tokens, load_async, several_groups, admission)
         self.address = f"ipc://{self.directory}/server.sock"
         arguments = ["--listen", self.address, "--l1", str(L1_BYTES), "--l2", self.l2]
         arguments += ["--chunk-tokens", str(chunk_tokens), "--log-level", "warning"]
@@ -219,9 +222,12 @@ class Foreign:
         return []
 
 
-def cache_for(options: LadderOptions, servers: int, load_async: bool, several_groups: bool) -> CacheKind:
-    """The cache that this configuration is about."""
+def cache_for(
+    options: LadderOptions, servers: int, load_async: bool, several_groups: bool, floor_tokens: int
+) -> CacheKind:
+    """The cache that this configuration is about. `floor_tokens`: of an admission that loads only what pays."""
     if options.connector is not None:
         return Foreign(options.connector, options.connector_config)
     kind = Served if servers else InProcess
-    return kind(options.chunk_tokens, load_async, several_groups)
+    admission = settings_for(options.admission, seed=options.seed, floor_tokens=floor_tokens)
+    return kind(options.chunk_tokens, load_async, several_groups, admission)

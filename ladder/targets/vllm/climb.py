@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
+from kvcore.ladder.admissions import floors_with
 from kvcore.ladder.guarded import say
 from kvcore.ladder.matrix import MatrixCell
 from kvcore.ladder.options import LadderOptions
@@ -93,6 +94,8 @@ def check(options: LadderOptions) -> None:
         raise ConfigError(f"--chunk-tokens: vLLM has blocks of {BLOCK_TOKENS} tokens on a CPU")
     if options.connector is not None and options.model is None:
         raise ConfigError("--connector with target vllm needs a model: --model llama")
+    if options.connector is None and options.connector_config:
+        raise ConfigError("--connector-config is for --connector; the ladder configures kvcore's own connector itself")
 
 
 def cells(options: LadderOptions) -> tuple[MatrixCell, ...]:
@@ -139,7 +142,8 @@ class VllmStage:
         self._strangers = strangers_of(self._asks, options.seed)
         self._everybody = [*self._asks, *(ask for wave in self._strangers for ask in wave)]
         self._prompts = {ask.request_id: ask.prompt for ask in self._everybody}
-        self._floors = floors(len(self._asks), len(prefix_caches), foreign=options.connector is not None)
+        wanted = floors(len(self._asks), len(prefix_caches), foreign=options.connector is not None)
+        self._floors = floors_with(options.admission, wanted)
         self.reference = reference or Reference()
         self._stored: set[tuple[int, ...]] = set()  # prefixes that a cache that forgot nothing would have by now
         self._met: list[Ask] = []  # strangers of the waves so far: what was stored under pressure is read by the replay
@@ -203,7 +207,8 @@ class VllmStage:
 
     def _climb_engine(self, model: Path, prefix_cache: bool, results: dict[str, RungResult]) -> None:
         several = len(set(self.model.windows)) > 1
-        cache = cache_for(self._options, self._cell.servers, self._cell.load_async, several)
+        floor = floor_tokens(self._asks, self._options.chunk_tokens)
+        cache = cache_for(self._options, self._cell.servers, self._cell.load_async, several, floor)
         engine, rung = None, next(iter(results))
         self._stored.clear()
         self._met = []
@@ -334,6 +339,12 @@ def asks_of(workload: Workload) -> list[Ask]:
         )
         for spec in workload.requests
     ]
+
+
+def floor_tokens(asks: Sequence[Ask], chunk_tokens: int) -> int:
+    """Of an admission: prompts have few chunks here, and those with the fewest are below it, all others not."""
+    lengths = sorted({(len(ask.prompt) - 1) // chunk_tokens * chunk_tokens for ask in asks} - {0})
+    return lengths[1] if len(lengths) > 1 else 0
 
 
 def strangers_of(asks: Sequence[Ask], seed: int) -> list[list[Ask]]:
