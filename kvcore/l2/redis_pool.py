@@ -15,6 +15,9 @@ a fresh one (connect, TLS, AUTH, SELECT). Afterwards
 so a restarted server is used again by the first exchange after it is back, and a dead one fails each exchange within
 `connect_timeout_s`, a silent one within `timeout_s` and the time of the bytes (`kvcore.l2.redis_wire`), twice at most.
 
+Certificates and CA files are read anew when they have been replaced: where they live for a day, connections are made
+for longer than that. Connections that are there stay.
+
 Secrets appear in no text and no repr from here. Errors of `ssl` are `OSError`s.
 
 Threads. The idle connections are in a deque, whose `append` and `pop` are atomic; there is no lock. A connection that
@@ -26,10 +29,12 @@ closed when their exchange ends.
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,6 +48,8 @@ T = TypeVar("T")
 _IDLE_MAX = 16
 _NEVER = frozenset({"WRONGPASS", "NOAUTH", "NOPERM", "MOVED"})
 """Error codes that no waiting makes good. (DENIED is protected mode.)"""
+_NOT_READY = ("LOADING", "BUSY", "MASTERDOWN", "ERR max number of clients")
+"""What a server may answer at the door that will have us later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,7 @@ class RedisPool:
         self._generation = 0
         self._idle: deque[Wire] = deque()
         self._closed = False
-        self._tls: ssl.SSLContext | None = None
+        self._tls: tuple[object, ssl.SSLContext] | None = None  # what its files were, and the context made of them
 
     def exchange(self, talk: Callable[[Wire, Deadline], T], count_bytes: int = 0) -> T:
         """`talk` sends commands and reads all their answers. `count_bytes`: about how much goes over."""
@@ -186,10 +193,9 @@ class RedisPool:
 
     def _secured(self, sock: socket.socket, deadline: Deadline) -> socket.socket:
         try:
-            if self._tls is None:
-                self._tls = _tls_context(self._options)
+            context = self._tls_now()
             sock.settimeout(deadline.left_s())
-            return self._tls.wrap_socket(sock, server_hostname=self._options.host)
+            return context.wrap_socket(sock, server_hostname=self._options.host)
         except ssl.SSLCertVerificationError as error:
             sock.close()
             raise ConfigError(
@@ -198,6 +204,12 @@ class RedisPool:
         except BaseException:
             sock.close()
             raise
+
+    def _tls_now(self) -> ssl.SSLContext:
+        files = _state_of_files(self._options)
+        if self._tls is None or self._tls[0] != files:
+            self._tls = (files, _tls_context(self._options))
+        return self._tls[1]
 
     def _introduce(self, wire: Wire, deadline: Deadline) -> None:
         options = self._options
@@ -217,13 +229,25 @@ class RedisPool:
 
     def _refused(self, answer: ErrorAnswer) -> StoreError | ConfigError:
         """At the door an error is for good, unless the server says that it is only not ready."""
-        if answer.code in ("LOADING", "BUSY", "MASTERDOWN"):
+        if answer.text.startswith(_NOT_READY):
             return self.refuse(answer)
         return ConfigError(f"the Redis store {self._options.where} does not let us in: {self._harmless(answer)}")
 
     def _harmless(self, answer: ErrorAnswer) -> str:
         password = self._options.password
         return (answer.text.replace(password, HIDDEN) if password else answer.text)[:200]
+
+
+def _state_of_files(options: RedisOptions) -> list[tuple[int, int, int] | None]:
+    """Another list: one of the TLS files was replaced or written anew."""
+    states: list[tuple[int, int, int] | None] = []
+    for path in (options.tls_ca_file, options.tls_cert_file, options.tls_key_file):
+        states.append(None)
+        if path is not None:
+            with suppress(OSError):  # reading it will say so
+                status = os.stat(path)
+                states[-1] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return states
 
 
 def _tls_context(options: RedisOptions) -> ssl.SSLContext:

@@ -169,16 +169,24 @@ def many(key):
 
 
 @pytest.fixture(scope="session")
-def tls_files(tmp_path_factory, needs_program):
-    """(certificate, private key) of localhost, signed by itself."""
+def self_signed(needs_program):
     needs_program("openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, private_key = folder / "certificate.pem", folder / "key.pem"
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-             "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-             "-keyout", str(private_key), "-out", str(certificate)]  # fmt: skip
-    subprocess.run(words, check=True, capture_output=True, timeout=HANG_S)
-    return certificate, private_key
+
+    def make(folder):
+        """(certificate, private key) of localhost."""
+        certificate, private_key = folder / "certificate.pem", folder / "key.pem"
+        words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                 "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+                 "-keyout", str(private_key), "-out", str(certificate)]  # fmt: skip
+        subprocess.run(words, check=True, capture_output=True, timeout=HANG_S)
+        return certificate, private_key
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory, self_signed):
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="session")

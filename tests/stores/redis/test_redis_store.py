@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
+import time
+from contextlib import closing
 
 import pytest
 
@@ -12,7 +15,7 @@ from kvcore.keys import ObjectKey, key_text
 from kvcore.l2 import redis_wire
 from kvcore.l2.adapter import LockKind, StoreAnswer
 from kvcore.l2.envelope import Defect, encode_header, record_bytes
-from kvcore.l2.redis import RedisOptions
+from kvcore.l2.redis import RedisOptions, open_backend
 from kvcore.l2.redis_wire import Wire
 
 MIB = 1 << 20
@@ -181,6 +184,24 @@ def test_tls_works_and_an_unknown_certificate_is_refused(valkey, proxy, session,
         opened(port=front.port, tls=True, tls_ca_file="/does/not/exist.pem")
 
 
+def test_tls_files_that_were_replaced_are_used_without_a_restart(
+    valkey, proxy, key, tls_server, tls_files, self_signed, tmp_path
+):
+    """S35: certificates that live for a day are renewed beside a store that runs for months."""
+    front = proxy(valkey().port, tls_server)
+    trusted = tmp_path / "trusted.pem"
+    self_signed(tmp_path)[0].rename(trusted)
+    waits = {"timeout_s": 20.0, "connect_timeout_s": 20.0}
+    options = RedisOptions(host="localhost", port=front.port, tls=True, tls_ca_file=str(trusted), **waits)
+    with closing(open_backend(options)) as backend:
+        with pytest.raises(ConfigError, match="not trusted"):
+            backend.open()
+        shutil.copy(tls_files[0], tmp_path / "renewed.pem")
+        (tmp_path / "renewed.pem").rename(trusted)
+        backend.open()
+        assert backend.find([key(1)]) == [False]
+
+
 # --- passwords -------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +247,20 @@ def test_a_password_that_changed_later_is_an_error_and_not_a_crash(valkey, proxy
     front.cut()
     assert store.lookup(keys) == 0
     assert store.adapter.statistics().io_errors > 0
+
+
+def test_a_server_with_too_many_clients_is_away_and_no_mistake(valkey, session, many):
+    """S34: it says so to whoever comes with a password, before it has looked at that."""
+    server = valkey(requirepass=SECRET, maxclients="1")
+    with socket.create_connection(("127.0.0.1", server.port)) as other:
+        other.sendall(b"PING\r\n")
+        assert other.recv(100).startswith(b"-NOAUTH")  # it has the only place now
+        store = session(port=server.port, password=SECRET, threads=1)
+        assert not store.adapter.opened
+    keys, payloads = many(2)
+    end_s = time.monotonic() + 60  # the server notices within its own rhythm that the place is free
+    while store.store(keys, payloads) != ["stored"] * 2:
+        assert time.monotonic() < end_s
 
 
 def test_a_wrong_database_is_a_mistake_of_the_caller(valkey, opened):
