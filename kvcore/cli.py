@@ -6,11 +6,15 @@ commands of the outer packages without importing them, and another package can a
 
 Exit status: 0 done and good, 1 done and bad (a ladder that failed), 2 unusable input (nothing was started or written),
 130 interrupted. `kvcore sim replay` adds 125, this revision cannot judge the case, for `git bisect run`.
+
+What we print may not arrive. A reader that has seen enough (head, less) ends us with 1 and without a word; a disk
+without room ends us with 1 and one line; a stream that was closed before we began takes everything and keeps nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import select
 import sys
@@ -22,6 +26,8 @@ from kvcore.config.values import parse_size
 from kvcore.errors import CallerError, ConfigError, KvcoreError
 
 DONE, BAD, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Errors of the machine's disks, whoever writes: no traceback would tell more."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Begin here": ("demo", "doctor"),
@@ -117,38 +123,71 @@ def _describe(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
+    _open_what_is_closed()
     try:
-        arguments = command_line().parse_args(argv)
-    except KeyboardInterrupt:  # on a busy machine the commands take a while to load
-        print("kvcore: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _run(argv)
+    finally:
+        _forget_what_nobody_takes()
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    name = "kvcore"
     try:
+        arguments = _parsed(argv)
+        name = f"kvcore {arguments.command}"
         status = int(arguments.run(arguments))
         sys.stdout.flush()
+        return status
     except CallerError as error:
-        print(f"kvcore {arguments.command}: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return _ended(USAGE_ERROR, f"{name}: error: {error}")
     except KvcoreError as error:
-        print(f"kvcore {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return BAD
-    except KeyboardInterrupt:
-        print(f"kvcore {arguments.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        if not _nobody_reads():
+        return _ended(BAD, f"{name}: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:  # on a busy machine it may come before the command is known: they take a while to load
+        return _ended(INTERRUPTED, f"{name}: interrupted")
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return BAD
+        if error.errno not in NO_ROOM:
             raise
-        return BAD
+        where = f" {error.filename}" if error.filename else ""
+        return _ended(BAD, f"{name}: cannot write{where}: {error.strerror}; make room, then run it again")
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with `words`, the command line as it was given: a report names it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return command_line().parse_args(words, argparse.Namespace(words=words))
+    except SystemExit:  # a help or the version: whether it can be printed at all is found out here
+        sys.stdout.flush()
+        raise
+
+
+def _ended(status: int, line: str) -> int:
+    print(line, file=sys.stderr)
     return status
 
 
+def _open_what_is_closed() -> None:
+    """`>&-`: Python has no stream then, and a `print` to standard error would go to standard output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
+
+
 def _nobody_reads() -> bool:
-    """Whether the reader of our pipe (head, less) has seen enough. Then what is still to be printed goes nowhere."""
+    """Whether the reader of our pipe (head, less) has seen enough."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _forget_what_nobody_takes() -> None:
+    """What could not be printed goes nowhere: Python would try once more at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ OUTER = ("sim", "ladder", "reports")
 # The asyncio shell, and what does blocking work or drives it through ports. Every other module of the core is pure and
 # stands in the import contracts of pyproject.toml.
 SHELL = {
+    "kvcore.__main__",
     "kvcore.bench.command",
     "kvcore.bench.echo",
     "kvcore.bench.figures",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from kvcore import __main__ as entry
 from kvcore import cli
 from kvcore.errors import ConfigError, StoreError
 
@@ -108,6 +116,26 @@ def test_an_interrupt_before_the_command_is_known_ends_with_its_status_too(
     assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
+def test_an_interrupt_while_the_command_line_itself_is_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(MetaPathFinder):
+        def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec:
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvcore.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted()])
+    assert entry.main() == cli.INTERRUPTED
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
+def test_the_package_is_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m kvcore` and the installed `kvcore` both run `kvcore.__main__`."""
+    monkeypatch.setattr(sys, "argv", ["kvcore", "zoo", "--list", "--only", "fence_by_request"])
+    assert entry.main() == cli.DONE
+    assert capsys.readouterr().out.startswith("fence_by_request")
+
+
 def test_a_broken_pipe_of_something_else_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,13 +143,52 @@ def test_a_broken_pipe_of_something_else_is_not_swallowed(
         ending(monkeypatch, BrokenPipeError())
 
 
-@pytest.mark.parametrize("words", [["zoo", "--list"], ["zoo", "--list", "--only", "fence_by_request"]])
+MUCH, LITTLE = ["zoo", "--list"], ["zoo", "--list", "--only", "fence_by_request"]
+"""More than Python keeps for a stream before it writes, and less."""
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def printed_to(words: list[str], stdout: str) -> tuple[int, str]:
+    """Exit status and standard error of a real command whose standard output the shell has redirected so."""
+    line = f'exec "$0" -m kvcore.cli "$@" {stdout}'
+    command = ["sh", "-c", line, sys.executable, *words]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=60, check=False)
+    return done.returncode, done.stderr.strip()
+
+
+@pytest.mark.parametrize("words", [MUCH, LITTLE, ["--version"]], ids=" ".join)
 def test_a_reader_that_has_seen_enough_gets_no_traceback(words: list[str]) -> None:
-    """The reading end is closed before anything is printed: more than Python keeps for a pipe, and less."""
+    """The reading end is closed before anything is printed."""
     command = [sys.executable, "-m", "kvcore.cli", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=BUFFERED) as writer:
         assert writer.stdout is not None
         assert writer.stderr is not None
         writer.stdout.close()
         assert writer.stderr.read() == ""
         assert writer.wait(60) == cli.BAD
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize(("words", "name"), [(MUCH, "kvcore zoo"), (["--version"], "kvcore")])
+def test_a_full_disk_under_standard_output_is_one_line(words: list[str], name: str) -> None:
+    said = f"{name}: cannot write: No space left on device; make room, then run it again"
+    assert printed_to(words, ">/dev/full") == (cli.BAD, said)
+
+
+def test_a_standard_output_that_was_closed_before_takes_everything() -> None:
+    assert printed_to(LITTLE, ">&-") == (cli.DONE, "")
+
+
+def test_a_full_disk_elsewhere_is_named_and_what_was_printed_arrives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/trace.json")
+    assert ending(monkeypatch, error) == cli.BAD
+    said = "kvcore tried: cannot write /full/trace.json: No space left on device; make room, then run it again\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_error_of_the_system_that_may_be_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        ending(monkeypatch, FileNotFoundError(errno.ENOENT, "gone", "x"))
