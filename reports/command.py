@@ -2,26 +2,28 @@
 
 Everything that can be checked is checked before any work: names, numbers, files, the folder. Progress goes to standard
 error, the verdict and the folder to standard output. Ctrl-C ends the work; what was done is written, with what is
-missing on the page, and the exit status is 130. Otherwise 0; 1 where the report judges and finds something bad; 2 for
-unusable input.
+missing on the page, and the exit status is 130. Otherwise 0; 1 where the report judges and finds something bad, or
+could not be written to its folder in the end (it is kept elsewhere if that can be done); 2 for unusable input.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, OutOfRoomError
 
 if TYPE_CHECKING:
+    from kvcore.reports.page import Kept
     from kvcore.reports.page.document import Report
     from kvcore.reports.page.work import Work
 
-INTERRUPTED = 130
+BAD, INTERRUPTED = 1, 130
 SHOWN = 8
 """Names of what is missing in one line of a terminal."""
 Named = TypeVar("Named", bound=Enum)
@@ -46,21 +48,45 @@ def _kind(kinds: Any, name: str, text: str, build: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, work, write, and say the verdict."""
-    from kvcore.reports.page import Work, check_drawing, check_folder, provenance, write
+    from kvcore.reports.page import Work, check_drawing, check_folder, keep, provenance
 
     folder = arguments.out or Path(f"report-{arguments.kind}")
     check_drawing()
     check_folder(folder, arguments.force)
     work = Work()
     report: Report = arguments.build(arguments, work)
-    files = write(report, folder, provenance(report.seed))
-    print("\n".join(report.verdict))
-    if report.missing:
-        print(f"not done: {listed(report.missing)}")
-    print(f"{folder / files[0]} ({len(files)} files)")
+    kept = keep(report, folder, provenance(report.seed, arguments.words))
+    try:
+        _print(report, kept)
+    finally:  # also where nobody reads the verdict
+        if kept.trouble:
+            print(f"kvcore report: {kept.trouble}; {_what_to_do(kept)}", file=sys.stderr)
+    if kept.trouble:
+        return BAD
     if work.interrupted:
         return INTERRUPTED
-    return 1 if report.good is False else 0
+    return BAD if report.good is False else 0
+
+
+def _print(report: Report, kept: Kept) -> None:
+    lines = list(report.verdict)
+    if report.missing:
+        lines.append(f"not done: {listed(report.missing)}")
+    if kept.folder:
+        lines.append(f"{kept.folder / kept.files[0]} ({len(kept.files)} files)")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        raise
+    except OSError as error:
+        where = f"the report is in {kept.folder}" if kept.folder else "nothing is kept"
+        raise OutOfRoomError(f"cannot print the verdict ({error.strerror}); {where}") from error
+
+
+def _what_to_do(kept: Kept) -> str:
+    if kept.folder:
+        return f"the report is in {kept.folder}: move it to where there is room"
+    return "only the verdict is left: make room, then run it again"
 
 
 def listed(missing: Sequence[str]) -> str:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Literal
 from kvcore.errors import ConfigError, KvcoreError
 from kvcore.inprocess import Cache
 from kvcore.keys import Namespace
+from kvcore.reports.calibration.rates import check_kept
 from kvcore.reports.calibration.stopwatch import Timed, timed
 from kvcore.sim.streams import RandomStream
 
@@ -80,7 +81,7 @@ def tokens_max() -> int:
 
 
 class CalibrationEngine:
-    """See the module text. `store`: where the L2's files go; None: into a folder that is removed at the end."""
+    """See the module text. `store`: where the L2's folder is made, which is removed at the end; None: anywhere."""
 
     def __init__(self, seed: int, store: Path | None = None) -> None:
         import torch
@@ -118,7 +119,7 @@ class CalibrationEngine:
         return len(self._model.layers)
 
     def _open(self, store: Path | None, seed: int) -> Cache:
-        folder = store or Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcore-calibrate-")))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir=store, prefix="kvcore-calibrate-"))
         namespace = Namespace(f"calibrate-{KIND}", model_revision=str(seed), kv_dtype="float32")
         return self._stack.enter_context(
             Cache.open(
@@ -126,7 +127,7 @@ class CalibrationEngine:
                 chunk_tokens=CHUNK_TOKENS,
                 chunk_bytes=self.layout.cell_bytes(0),
                 l1_bytes=L1_BYTES,
-                l2=f"file://{folder.absolute()}",
+                l2=Path(folder).as_uri(),
             )
         )
 
@@ -142,8 +143,7 @@ class CalibrationEngine:
             for first in range(0, len(self._table), blocks)
         ]
         self._cache.store(self.prompt, chunks)
-        if not self._cache.flush():
-            raise ConfigError("the L2 store did not take what calibrate wrote within its time: is the disk full?")
+        check_kept(self._cache, self.prompt, len(chunks))
 
     # ---- what is timed
 

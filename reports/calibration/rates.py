@@ -10,12 +10,13 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from kvcore.errors import OutOfRoomError
 from kvcore.inprocess import Cache
 from kvcore.keys import Namespace
 
@@ -67,13 +68,25 @@ def l2_rates(store: Path | None) -> tuple[float, float]:
             chunk_tokens=CHUNK_TOKENS,
             chunk_bytes=CHUNK_BYTES,
             l1_bytes=4 * CHUNKS * CHUNK_BYTES,
-            l2=f"file://{folder}",
+            l2=Path(folder).as_uri(),
         ) as cache:
             cache.store(tokens, [bytes([number]) * CHUNK_BYTES for number in range(CHUNKS)])
-            cache.flush()
+            check_kept(cache, tokens, CHUNKS)
             one = _median(lambda: cache.retrieve(tokens[:CHUNK_TOKENS]), cache.drop_l1)
             many = _median(lambda: cache.retrieve(tokens), cache.drop_l1)
     return (CHUNKS - 1) * CHUNK_BYTES / max(many - one, 1e-9), one
+
+
+def check_kept(cache: Cache, tokens: Sequence[int], chunks: int) -> None:
+    """OutOfRoomError unless all that was stored comes back from L2. A store without room takes what it can, and what it
+    cannot give is answered fast: that would be measured as a rate."""
+    if cache.flush():
+        cache.drop_l1()
+        kept = len(cache.retrieve(tokens))
+        if kept == chunks:
+            return
+        raise OutOfRoomError(f"the L2 store has kept {kept} of {chunks} chunks: is the disk under --store full?")
+    raise OutOfRoomError("the L2 store did not take what was stored within its time: is the disk under --store full?")
 
 
 def _median(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,9 +76,18 @@ def checked(prefixes: tuple[int, ...] | None, rest: int, rounds: int, store: Pat
     longest = max(chosen, default=0) + rest
     if longest > tokens_max() or not chosen:
         raise ConfigError(f"prefix and rest together may have {tokens_max()} tokens with this engine, not {longest}")
-    if store is not None and not store.is_dir():
+    return Ask(chosen, rest, rounds, None if store is None else _checked_store(store), seed)
+
+
+def _checked_store(store: Path) -> Path:
+    """Whole, as a store's URL needs it."""
+    if not store.is_dir():
         raise ConfigError(f"--store {store} is no folder")
-    return Ask(chosen, rest, rounds, store, seed)
+    try:
+        tempfile.TemporaryDirectory(dir=store, prefix="kvcore-calibrate-").cleanup()
+    except OSError as error:
+        raise ConfigError(f"--store {store} cannot be written to: {error.strerror or error}") from None
+    return store.absolute()
 
 
 def build(ask: Ask, work: Work) -> Report:

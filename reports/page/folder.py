@@ -7,7 +7,9 @@ Theory of operation
    ever removed. Whether there is a place to write is tried, not asked: for root every folder looks writable.
 2. Everything is written into a sibling folder first and moved into place at the end, so that a reader never finds half
    a report, and a failed write leaves the old one as it was. Who frees: `write` removes the sibling on every path.
-3. table.csv holds the report's main table, the first one; a further one is `table-NAME.csv`.
+3. A disk may fill up, or the place vanish, while the work is done. `keep` then writes into the temporary folder of this
+   machine instead, so that hours of work are not lost for a full disk.
+4. table.csv holds the report's main table, the first one; a further one is `table-NAME.csv`.
 
     report.json    schema, kind, title, verdict, good, inputs, provenance, notes, missing, tables, charts, files
 """
@@ -19,7 +21,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ SCHEMA = 1
 JSON_NAME = "report.json"
 RECORDS_NAME = "records.jsonl"
 PAGE_NAME = "index.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a report was written, None for nowhere, and its files. `trouble`: why not where it was asked for."""
+
+    folder: Path | None
+    files: list[str]
+    trouble: str = ""
 
 
 def check_folder(path: Path, force: bool) -> None:
@@ -80,17 +91,48 @@ def read_report(path: Path) -> dict[str, Any]:
     return tree
 
 
+def keep(report: Report, path: Path, provenance: Mapping[str, Any]) -> Kept:
+    """Write the whole folder, or the same somewhere else where it cannot be written any more."""
+    try:
+        return Kept(path, write(report, path, provenance))
+    except OSError as error:
+        trouble = f"cannot write {path}: {error.strerror or error}"
+    try:
+        spare = Path(tempfile.mkdtemp(prefix="kvcore-report-"))
+    except OSError as error:
+        return Kept(None, [], f"{trouble}, nor into a temporary folder ({error.strerror or error})")
+    try:
+        return Kept(spare / report.kind, write(report, spare / report.kind, provenance), trouble)
+    except OSError as error:
+        shutil.rmtree(spare, ignore_errors=True)
+        return Kept(None, [], f"{trouble}, nor into {spare} ({error.strerror or error})")
+
+
 def write(report: Report, path: Path, provenance: Mapping[str, Any]) -> list[str]:
-    """Write the whole folder; the names of its files."""
+    """Write the whole folder; the names of its files. OSError where that fails: then what was there is there still."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as beside:
-        new = Path(beside) / "new"
+    beside = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=f".{path.name}."))
+    try:
+        new = beside / "new"
         new.mkdir()
         files = _fill(report, new, provenance)
-        if path.exists():
-            path.rename(Path(beside) / "old")  # goes with the sibling
-        shutil.move(new, path)
+        _replace(path, new, beside / "old")
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # whether that works or not: the report is in place, or it is not
     return files
+
+
+def _replace(path: Path, new: Path, old: Path) -> None:
+    """`new` takes the place of what is at `path`, if anything is; that goes to `old`, or back."""
+    if not path.exists():
+        new.rename(path)
+        return
+    path.rename(old)
+    try:
+        new.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
 
 
 def _fill(report: Report, folder: Path, provenance: Mapping[str, Any]) -> list[str]:

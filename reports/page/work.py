@@ -7,6 +7,7 @@ but name its steps too. The report is then written with what there is.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,9 @@ Progress = Callable[[int, int], None]
 
 
 def say_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Progress. Where nobody can hear it any more (a terminal that has gone) the work goes on."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Work:

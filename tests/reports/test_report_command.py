@@ -201,23 +201,6 @@ def test_steps_that_run_together_keep_what_was_done_before_an_interrupt() -> Non
     assert "1/3 one: done" in said[0]
 
 
-def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcore.reports.page import folder
-
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", "breakeven", "--out", "r"]) == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()}
-
-    def no_room(*arguments: object) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(folder, "page", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        main(["report", "breakeven", "--out", "r", "--force", "--host", "A100"])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["r"]
-
-
 def test_data_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     from kvcore.reports.page.html import embedded, page
 

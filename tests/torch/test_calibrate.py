@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="calibration runs a real transformer: make test installs torch")
 
-from kvcore.errors import ConfigError  # noqa: E402
+from kvcore.errors import ConfigError, OutOfRoomError  # noqa: E402
 from kvcore.reports.breakeven import LineLoad  # noqa: E402
 from kvcore.reports.calibration import engine as engine_module  # noqa: E402
 from kvcore.reports.calibration import rounds as rounds_module  # noqa: E402
@@ -41,8 +43,43 @@ def small() -> calibrate.Ask:
 def test_the_first_token_is_the_same_however_the_kv_came(tmp_path: Path) -> None:
     with CalibrationEngine(5, tmp_path) as engine:
         tokens = {way: engine.time_first_token(way, 96, 20)[1] for way in WAYS}
+        assert any(path.is_file() for path in tmp_path.rglob("*")), "the L2 is a store of files"
     assert len(set(tokens.values())) == 1
-    assert any(tmp_path.rglob("*")), "the L2 is a store of files"
+    assert list(tmp_path.iterdir()) == [], "nothing of ours stays in somebody's folder"
+
+
+def test_a_store_is_named_in_any_way_that_a_folder_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative, and with what a URL gives a meaning to. The L2 was given the text, as if it were one."""
+    monkeypatch.chdir(tmp_path)
+    Path("é #?%41").mkdir()
+    ask = calibrate.checked((32,), 16, 3, Path("é #?%41"), 5)
+    assert ask.store == tmp_path / "é #?%41"
+    with CalibrationEngine(5, ask.store) as engine:
+        assert engine.time_load("L2", 32).seconds > 0
+
+
+def test_a_store_that_takes_nothing_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        calibrate.checked((32,), 16, 3, tmp_path / "file", 5)
+    if Path("/proc/self").is_dir():  # where nobody can write, not even root
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            calibrate.checked((32,), 16, 3, Path("/proc/self"), 5)
+
+
+def test_a_store_without_room_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file store on a full disk refuses what it cannot keep; L1 has it all, so only L2 is asked."""
+
+    write, room = os.pwritev, 4096
+
+    def no_room(fd: int, parts: list[memoryview], offset: int) -> int:
+        if sum(map(len, parts)) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", no_room)
+    with pytest.raises(OutOfRoomError, match="has kept 0 of 32 chunks: is the disk under --store full"):
+        CalibrationEngine(5)
 
 
 def test_loaded_bytes_that_are_wrong_are_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,149 @@
+"""The end of `kvcore report`: a disk that fills up, a place that vanishes, and nobody who reads the verdict."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.cli import BAD, main
+from kvcore.reports.kinds import ladder
+from kvcore.reports.page import Report, folder, provenance, read_report, write
+from kvcore.reports.page.work import say_on_stderr
+
+SWARM = Path(__file__).with_name("pages") / "results" / "swarm.json"
+FILE_BYTES = 20_000  # less than any page has
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, beside the one for temporary files."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "spare").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spare"))
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """This process can write no file above FILE_BYTES: the system really refuses, wherever the file is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    """As if no page fitted on the disk that begins at this folder."""
+    fill = folder._fill
+
+    def filled(report: Report, new: Path, provenance: Mapping[str, Any]) -> list[str]:
+        files = fill(report, new, provenance)
+        if new.is_relative_to(disk):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return files
+
+    monkeypatch.setattr(folder, "_fill", filled)
+
+
+def test_a_report_whose_disk_is_full_is_kept_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full(monkeypatch, here)
+    assert main(["report", "trace", "--limit", "12", "--out", "r"]) == BAD
+    said = capsys.readouterr()
+    (kept,) = (here.parent / "spare").glob("kvcore-report-*/trace")
+    last = f"cannot write r: No space left on device; the report is in {kept}: move it to where there is room"
+    assert said.err.splitlines()[-1] == f"kvcore report: {last}"
+    assert said.out.splitlines()[-1] == f"{kept / 'index.html'} (6 files)"
+    assert read_report(kept)["verdict"][0] in said.out
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_files")
+def test_where_nothing_can_be_written_the_verdict_is_left_and_no_rubbish(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "breakeven", "--out", "r"]) == BAD
+    said = capsys.readouterr()
+    assert said.out.startswith("On H100-SXM with Llama-3.1-8B: ")
+    assert said.err.splitlines()[-1].startswith("kvcore report: cannot write r: File too large, nor into ")
+    assert said.err.endswith("only the verdict is left: make room, then run it again\n")
+    assert list(here.iterdir()) == list((here.parent / "spare").iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["report", "breakeven", "--out", "r"]) == 0
+    before = {path.name: path.read_bytes() for path in (here / "r").iterdir()}
+    full(monkeypatch, here)
+    assert main(["report", "breakeven", "--out", "r", "--force", "--host", "A100"]) == BAD
+    assert {path.name: path.read_bytes() for path in (here / "r").iterdir()} == before
+    assert [path.name for path in here.iterdir()] == ["r"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()], ids=repr)
+def test_what_comes_while_the_new_report_takes_its_place_leaves_the_old_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The old one was out of the way already, and went with the rest of the failed write."""
+    write(Report("compare", "old", ("v",)), here / "r", provenance(None))
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise error
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(type(error)):
+        write(Report("compare", "new", ("v",)), here / "r", provenance(None))
+    assert read_report(here / "r")["title"] == "old"
+    assert [path.name for path in here.iterdir()] == ["r"]
+
+
+def test_a_folder_whose_parent_has_become_something_else_is_no_traceback(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "parent").mkdir()
+    build = ladder.build
+
+    def vanished(files: ladder.Files) -> Report:
+        (here / "parent").rmdir()
+        (here / "parent").write_text("")
+        return build(files)
+
+    monkeypatch.setattr(ladder, "build", vanished)
+    assert main(["report", "ladder", "--swarm", str(SWARM), "--out", "parent/r"]) == BAD
+    assert "cannot write parent/r: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_verdict_that_cannot_be_printed_is_in_the_report(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as nowhere:
+        monkeypatch.setattr("sys.stdout", nowhere)
+        assert main(["report", "breakeven", "--out", "r"]) == BAD
+        monkeypatch.undo()
+    told = "cannot print the verdict (No space left on device); the report is in r"
+    assert capsys.readouterr().err.splitlines()[-1] == f"kvcore report: OutOfRoomError: {told}"
+
+
+def test_progress_that_nobody_can_hear_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a terminal that was closed while the work went on in the background."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        say_on_stderr("1/24 no cache")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):  # it was really lost
+            terminal.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
