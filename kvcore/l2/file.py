@@ -16,8 +16,8 @@ Opening, in this order; nothing is written before step 4 has passed, and ConfigE
     own version nothing is guessed;
  4. write the marker, or if it is there a probe file, to see that writing works;
  5. remove temporary files: whoever wrote them is dead, since we hold the lock;
- 6. read every header. A record that is torn, foreign, of another version, ... is removed and counted. What
-    remains, with its full key and size, is the index: the accounting equals the directory.
+ 6. read every header. A record that is torn, foreign, of another version, lost with its part of the disk, ... is
+    removed and counted. What remains, with its full key and size, is the index: the accounting equals the directory.
 The order of age is lost in a restart: records count as equally old, in name order.
 
 Writing: a temporary file with a fresh name, then a rename. A crash before the rename leaves a temporary file
@@ -39,6 +39,7 @@ trusting names and sizes at start without reading headers (`keys()` needs the fu
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -62,6 +63,9 @@ MARKER = json.dumps({"format": "kvcore-l2", "version": 1}).encode() + b"\n"
 _MARKER_BYTES_MAX = 4096
 _HEAD_BYTES = 1024  # read at scan; longer headers are read a second time
 _TOKEN_BYTES = 8
+_LOST = frozenset(
+    {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+)  # what the disk cannot give any more
 _RECORD = re.compile(r"([0-9a-f]{2})/\1[A-Za-z0-9._-]*\.kv", re.ASCII)
 _TEMPORARY = re.compile(r"(?:[0-9a-f]{2}/)?\.tmp-[0-9a-f]+-[0-9]+", re.ASCII)
 
@@ -157,13 +161,22 @@ class FileBackend:
         found: list[Found] = []
         defects: dict[Defect, int] = {}
         for name, size in records.items():
-            record = self._read_header(name, size)
+            record = self._judge(name, size)
             if isinstance(record, Found):
                 found.append(record)
             else:
                 defects[record] = defects.get(record, 0) + 1
                 self._files.unlink(name)
         return Scan(tuple(found), defects, temporary)
+
+    def _judge(self, name: str, size: int) -> Found | Defect:
+        """Of one bad block the others know nothing."""
+        try:
+            return self._read_header(name, size)
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            return Defect.UNREADABLE
 
     def _read_header(self, name: str, size: int) -> Found | Defect:
         head = self._read_start(name, min(size, _HEAD_BYTES))

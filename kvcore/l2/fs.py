@@ -23,7 +23,11 @@ even newer one is there. So a newer record is never lost; for a moment it may be
 
 Scanning goes through the sub-directories one by one. It removes temporary files older than an hour by the file
 system's own clock (their process is dead; one that is not gets an error from its rename and tries again later), and
-records whose header is torn or flipped. Records of other formats are left to whoever wrote them.
+records whose header is torn or flipped. Records of other formats are left to whoever wrote them, and what cannot be
+looked at (another user's, on a bad block) to whoever can.
+
+Over a network file system (NFS) a file that another machine has replaced while it was open cannot be read to its end:
+ESTALE. It is opened once more, by its name.
 
 Crashes: of a process, a temporary file; of a machine without `fsync`, records that are short or hold wrong bytes, which
 the envelope finds. `fsync` flushes each file before its rename and the directory behind it.
@@ -40,6 +44,7 @@ exclusive creation (a second writer's record is as good as the first's).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -57,7 +62,7 @@ from kvcore.l2 import envelope
 from kvcore.l2.adapter import L2Usage, LockKind, LockStrength, StoreAnswer
 from kvcore.l2.envelope import Defect
 from kvcore.l2.shared_backend import Stored
-from kvcore.l2.work import SLICE_BYTES, answer_of
+from kvcore.l2.work import SLICE_BYTES, answer_of, is_ours
 from kvcore.runtime.clock import SystemClock
 from kvcore.runtime.files import flush_directory, read_at, write_new
 
@@ -217,6 +222,14 @@ class FsBackend:
         return [_answer(self._read, key, into) for key, into in orders]
 
     def _read(self, key: ObjectKey, into: memoryview) -> Defect | None:
+        try:
+            return self._read_once(key, into)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        return self._read_once(key, into)
+
+    def _read_once(self, key: ObjectKey, into: memoryview) -> Defect | None:
         path, _, template = self._place(key)
         head = memoryview(bytearray(template.header_bytes))
         spare = memoryview(bytearray(1))  # shows a longer file
@@ -293,11 +306,18 @@ class FsBackend:
         for name in names:
             if directory == "." and not name.startswith(".tmp-"):
                 continue
-            stored = None
-            with suppress(FileNotFoundError):  # gone since
-                stored = self._examine(directory, name, now_s)
+            stored = self._examined(directory, name, now_s)
             if stored is not None:
                 yield stored
+
+    def _examined(self, directory: str, name: str, now_s: float | None) -> Stored | None:
+        """One file that cannot be looked at, or is gone since, does not end the scan of all."""
+        try:
+            return self._examine(directory, name, now_s)
+        except OSError as error:
+            if is_ours(error):
+                raise
+        return None
 
     def _examine(self, directory: str, name: str, now_s: float | None) -> Stored | None:
         path = f"{self._root}/{directory}/{name}"
@@ -307,13 +327,23 @@ class FsBackend:
             if age_s is not None and age_s > TEMPORARY_AGE_S_MAX:
                 os.unlink(path)
             return None
-        key = self._judge(path, name, directory) if _RECORD.fullmatch(name) else None
+        key = self._readable(path, name, directory) if _RECORD.fullmatch(name) else None
         removed = None
         if isinstance(key, Defect):
             if key in _DAMAGED and _answer(self._remove, path, _identity(status)) is True:
                 removed = key
             key = None
         return Stored(key, f"{directory}/{name}", status.st_size, age_s, removed)
+
+    def _readable(self, path: str, name: str, directory: str) -> ObjectKey | Defect:
+        try:
+            return self._judge(path, name, directory)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if is_ours(error):
+                raise
+            return Defect.UNREADABLE
 
     def _judge(self, path: str, name: str, directory: str) -> ObjectKey | Defect:
         """Everything but the payload's checksum."""

@@ -179,8 +179,12 @@ def _loaded(result: Defect | Exception) -> Loaded:
 
 
 def _not_loaded(error: Exception) -> Loaded:
-    ours = not isinstance(error, OSError) or error.errno in _OUR_SHORTAGE
-    return Loaded(None if ours else Defect.UNREADABLE, error)
+    return Loaded(None if is_ours(error) else Defect.UNREADABLE, error)
+
+
+def is_ours(error: Exception) -> bool:
+    """It is we who failed or lack something: what was asked for may be fine."""
+    return not isinstance(error, OSError) or error.errno in _OUR_SHORTAGE
 
 
 def _delete(backend: Backend, key: ObjectKey) -> Exception | None:

@@ -2,8 +2,9 @@
 
     python layer.py SOURCE POINT          says "ready", then answers each line with "ok"
 
-A line is `OPERATION ERROR` or `OPERATION delay SECONDS`, for the operations read, write, rename, unlink and fsync,
-until the next line, which also ends the waiting of those that wait. Run by `conftest.py`.
+A line is `OPERATION ERROR`, `OPERATION ERROR PATH` for that file alone, or `OPERATION delay SECONDS`; operations are
+read, write, rename, unlink and fsync. It holds until the next line, which also ends the waiting of those that wait. Run
+by `conftest.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Faulty(mfusepy.Operations):
     def init(self, path):
         threading.Thread(target=listen, args=(self,), daemon=True).start()
 
-    def _pass(self, operation):
+    def _pass(self, operation, path):
         fault, ended = self.fault
         if not fault or fault[0] != operation:
             return
         if fault[1] == "delay":
             ended.wait(float(fault[2]))
-        else:
+        elif path == "".join(fault[2:]) or not fault[2:]:
             raise OSError(getattr(errno, fault[1]), os.strerror(getattr(errno, fault[1])))
 
     def _at(self, path):
@@ -51,11 +52,11 @@ class Faulty(mfusepy.Operations):
         os.mkdir(self._at(path), mode)
 
     def rename(self, old, new):
-        self._pass("rename")
+        self._pass("rename", old)
         os.rename(self._at(old), self._at(new))
 
     def unlink(self, path):
-        self._pass("unlink")
+        self._pass("unlink", path)
         os.unlink(self._at(path))
 
     def link(self, target, source):
@@ -68,18 +69,18 @@ class Faulty(mfusepy.Operations):
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
     def read(self, path, size, offset, fh):
-        self._pass("read")
+        self._pass("read", path)
         return os.pread(fh, size, offset)
 
     def write(self, path, data, offset, fh):
-        self._pass("write")
+        self._pass("write", path)
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path, length, fh=None):
         os.truncate(self._at(path), length)
 
     def fsync(self, path, datasync, fh):
-        self._pass("fsync")
+        self._pass("fsync", path)
         os.fsync(fh)
 
     def release(self, path, fh):

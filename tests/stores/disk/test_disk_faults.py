@@ -13,6 +13,7 @@ import shutil
 import pytest
 
 from kvcore.errors import ConfigError
+from kvcore.l2.fs import record_name
 
 SIZE = 60_000
 KINDS = ["file", "fs", "slab"]
@@ -160,6 +161,28 @@ def test_an_error_while_reading_is_a_counted_miss(kind, faulty, key, content):
     session.store((key(1), content(1, SIZE)), (key(2), content(2, SIZE)))
     assert session.load((key(1), SIZE), (key(2), SIZE)) == [content(1, SIZE), content(2, SIZE)]
     assert leftovers(session) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "fs"])
+def test_one_record_that_cannot_be_read_costs_the_others_nothing_at_the_next_start(kind, faulty, stores, key, content):
+    """S36: a bad block under one of them. A store of one process clears it away; of a shared directory it is left."""
+    session, layer = faulty(kind)
+    assert session.store(*((key(number), content(number, SIZE)) for number in range(10))) == ["stored"] * 10
+    session.close()
+    layer.tell(f"read EIO /store/{record_name(key(7))}")
+    again = stores(kind, layer.path / "store", capacity_bytes=1 << 20)
+    again.rest()
+    others = [number for number in range(10) if number != 7]
+    assert set(again.adapter.keys()) == {key(number) for number in others}
+    assert again.load(*((key(number), SIZE) for number in others)) == [content(number, SIZE) for number in others]
+    assert again.load((key(7), SIZE)) == [None]
+    again.rest()
+    layer.tell("")
+    if kind == "file":
+        assert again.statistics.defects == 1
+        assert leftovers(again) == []
+    assert again.store((key(7), content(7, SIZE)))[0] in ("stored", "present")
+    assert again.load((key(7), SIZE)) == [content(7, SIZE)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -140,6 +140,23 @@ def test_a_file_replaced_during_the_read_does_not_mix(backend, key, content, mon
     assert got(one, key, 1) == content(2, SIZE)
 
 
+def test_a_file_that_another_machine_replaces_during_the_read_is_opened_again(backend, key, content, monkeypatch):
+    """S37: over NFS the open file is then no file any more, and its name stands for a whole record."""
+    one, other = backend(), backend()
+    put(one, key, content, 1)
+    read_at = fs.read_at
+
+    def stale_once(fd, into, offset):
+        monkeypatch.undo()
+        other.delete([key(1)])
+        assert other.write([(key(1), memoryview(content(1, SIZE)))]) == [STORED]
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(fs, "read_at", stale_once)
+    assert got(one, key, 1) == content(1, SIZE)
+    assert fs.read_at is read_at
+
+
 def test_a_file_changed_in_place_during_the_read_is_found(backend, directory, key, content, monkeypatch):
     made = backend()
     put(made, key, content, 1)
