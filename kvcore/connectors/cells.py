@@ -79,6 +79,14 @@ def store_cells(
     return cells
 
 
+def blocks_of_tokens(layout: CacheLayout, blocks: BlockTable, tokens: range) -> set[int]:
+    """The blocks that hold any of these tokens."""
+    found: set[int] = set()
+    for ids, spec in zip(blocks, layout.groups, strict=True) if tokens else ():
+        found.update(ids[tokens.start // spec.block_tokens : -(-tokens.stop // spec.block_tokens)])
+    return found - {NULL_BLOCK}
+
+
 def chunks_of_blocks(layout: CacheLayout, blocks: BlockTable, wanted: frozenset[int]) -> dict[int, int]:
     """Which chunk each of the `wanted` blocks belongs to, for those that are in the table."""
     assert NULL_BLOCK not in wanted

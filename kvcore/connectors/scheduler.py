@@ -27,9 +27,9 @@ A lookup is made with the local prefix of that moment (`skip_chunks`): nothing t
 local prefix has shrunk, or the tokens have changed, when the answer is used, the lookup is made again.
 
 Stores name only tokens that are computed when the step has run, never the slot of the token it samples. A request that
-loads synchronously in a step stores nothing in that step, nor does one that was admitted in it and shares blocks
-that are being loaded: the forward pass may run over a failed load, on this rank or on another, and only the next
-`update_output` tells.
+loads synchronously in a step stores nothing in that step, nor does one that was admitted in it and stands on blocks
+that are being loaded, for another request or by another connector: the forward pass may run over a failed load, on this
+rank or on another, and only the next `update_output` tells.
 
 Request ids are the client's and may come back at once. Sessions and generations are ours and do not, and everything
 that outlives a step is named by them - except the engine's own report that a load has ended. An id whose load still
@@ -44,9 +44,12 @@ Who holds: trackers hold no memory; leases are the servers', blocks the engine's
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from kvcore.connectors.admission import Admission, LoadAll
+from kvcore.connectors.cells import blocks_of_tokens
 from kvcore.connectors.plan import CellBlocks, EndedRequest, LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
@@ -246,9 +249,7 @@ class SchedulerConnector:
         """Plan this step's stores and hand over everything that was planned since the last step."""
         self._confined.check()
         loads = tuple(self._loads.values())
-        loading = frozenset(
-            block for plan in loads if not plan.load_async for cell in plan.cells for block in cell.blocks
-        ) - {NULL_BLOCK}
+        loading = self._being_loaded(loads, step.scheduled)
         for scheduled in step.scheduled:
             self._take_step(scheduled, loading)
         self.admission.step_begins(step.scheduled, loads=any(not plan.load_async for plan in loads))
@@ -262,6 +263,12 @@ class SchedulerConnector:
         )
         self._loads, self._stores, self._ended, self._given_up, self._admitted = {}, [], [], [], {}
         return meta
+
+    def _being_loaded(self, loads: Iterable[LoadPlan], scheduled: Iterable[ScheduledRequest]) -> frozenset[int]:
+        """Blocks that this step's forward pass relies on, and of which only its report says whether it may."""
+        ours = [cell.blocks for plan in loads if not plan.load_async for cell in plan.cells]
+        others = [blocks_of_tokens(self._layout, each.blocks, each.brought) for each in scheduled if each.brought]
+        return frozenset(chain.from_iterable([*ours, *others])) - {NULL_BLOCK}
 
     @property
     def idle(self) -> bool:

@@ -19,6 +19,9 @@ BlockTable = tuple[list[int], ...]
 """Block ids per object group (index = group position in the layout), from token 0 on, with NULL_BLOCK gaps."""
 
 
+NO_TOKENS = range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as the scheduler sees it now.
@@ -38,7 +41,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step: tokens [computed, computed + scheduled) are run."""
+    """One request's share of a step: tokens [computed, computed + scheduled) are run.
+
+    `brought`: tokens whose KV another connector of the engine loads for this very step. That may fail, too.
+    """
 
     request_id: str
     computed_tokens: int
@@ -47,6 +53,7 @@ class ScheduledRequest:
     new_blocks: BlockTable  # those that were taken from the pool in this step
     resumed: bool
     tokens: Sequence[int] = ()  # all tokens known now (prompt + accepted generated ones)
+    brought: range = NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ from prometheus_client import CollectorRegistry
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.plugins import load_general_plugins
 
@@ -28,7 +33,7 @@ from kvcore.connectors.vllm.scheduler import SchedulerHalf
 from kvcore.connectors.vllm.stats import SCHEDULER_COUNTERS, WORKER_COUNTERS, KvcoreStats
 from kvcore.connectors.vllm.store_notes import NotedStores
 from kvcore.errors import ConfigError
-from kvcore.ladder.targets.vllm_scheduler.case import Case, CaseRequest
+from kvcore.ladder.targets.vllm_scheduler.case import BLOCK_TOKENS, Case, CaseRequest
 from kvcore.ladder.targets.vllm_scheduler.engine import (
     ABORTED,
     make_config,
@@ -50,6 +55,8 @@ IN_PROCESS: dict[str, Any] = {"l1_bytes": 1 << 20}
 
 
 def transfer(**extra: Any) -> dict[str, Any]:
+    if "connectors" in extra:
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
     return {
         "kv_connector": "KvcoreConnector",
         "kv_connector_module_path": "kvcore.connectors.vllm",
@@ -65,7 +72,7 @@ class Runner(FakeRunner):
     def _reports(self, output: Any) -> Any:
         reports = super()._reports(output)
         grown = self._connector.get_kv_connector_stats()
-        if grown is not None:
+        if isinstance(grown, KvcoreStats):
             self.taken.aggregate(KvcoreConnector.build_kv_connector_stats(grown.data))
             reports.kv_connector_stats = grown
         return reports
@@ -279,6 +286,62 @@ def test_a_prompt_of_tokens_and_embeddings_is_not_for_the_cache() -> None:
         assert (engine.moved.loads, engine.moved.cells_stored > 0) == (0, True)
         one_request(engine, "mixed again", prompt_is_token_ids=[True, False] * 34 + [True])
         assert engine.moved.loads == 0
+
+
+@dataclass
+class Promised(KVConnectorMetadata):
+    blocks: frozenset[int]
+
+
+class Unlucky(KVConnectorBase_V1, SupportsHMA):
+    """Promises the first two chunks of every request of the first pass, at once, and brings none of them."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._tried: set[str] = set()
+        self._promised: frozenset[int] = frozenset()
+        self._missing: set[int] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tried = request.request_id in self._tried or not request.request_id.endswith(".1")
+        return 0 if tried else max(0, 32 - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._tried.add(request.request_id)
+            self._promised |= frozenset(blocks.get_block_ids()[0][: 32 // BLOCK_TOKENS])
+
+    def build_connector_meta(self, scheduler_output: Any) -> Promised:
+        promised, self._promised = self._promised, frozenset()
+        return Promised(promised)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._missing |= self._get_connector_metadata().blocks
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing, self._missing = self._missing, set()
+        return missing
+
+
+def test_what_another_connector_did_not_bring_is_not_stored() -> None:
+    """S38: it fails in the very step that computes on; the next pass hears of these prompts from us alone."""
+    children = [
+        {"kv_connector": "Unlucky", "kv_connector_module_path": __name__, "kv_role": "kv_both"},
+        {**transfer(**IN_PROCESS), "kv_role": "kv_both"},
+    ]
+    with closing(Engine(CASE, connectors=children)) as engine:
+        engine.serve()
+        assert engine.runner.counts.tainted, "steps ran over what had not come"
+        engine.serve()
+        ours = engine.worker.sub_connectors[1]
+        assert ours._side.worker.statistics().loads == len(CASE.requests)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -25,7 +25,11 @@ different ways; nothing here depends on how an output names it.
 6. *Answers grow old*: vLLM asks for the head of its queue in every step, however long that finds no room, and the
    leases behind an answer run out (`StorageConfig.lease_ns`, a minute). An old answer is given up and asked for anew: a
    load that fails costs a request its time, and an engine that loads synchronously for several groups its life.
-7. *Not for the cache*: a request whose every token must be computed (`skip_reading_prefix_cache`) is stored and not
+7. *Other connectors* (MultiConnector) may load for a request that we were asked about as well, and we are told only
+   that nothing of ours is taken. What has been computed before its first step, beyond the prefix of our question, was
+   brought by them, and is not stored before that step's report. (With batches that overlap nobody is told in time: vLLM
+   delivers what was computed over a failed synchronous load, too.)
+8. *Not for the cache*: a request whose every token must be computed (`skip_reading_prefix_cache`) is stored and not
    looked up. A prompt of tokens and embeddings is neither: vLLM's hashes know the embeddings, and not which positions
    they stand for, so unlike prompts may have equal hashes.
 
@@ -41,7 +45,15 @@ from typing import Any, overload
 
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.scheduler import SchedulerConnector
-from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestView, ScheduledRequest, StepView
+from kvcore.connectors.views import (
+    NO_TOKENS,
+    NULL_BLOCK,
+    BlockTable,
+    Finished,
+    RequestView,
+    ScheduledRequest,
+    StepView,
+)
 from kvcore.connectors.vllm.hashes import EngineTokens
 from kvcore.groups import CacheLayout
 from kvcore.ports import Clock
@@ -65,6 +77,7 @@ class _Known:
     due_tokens: int = 0  # with fewer tokens computed, nothing of it can be stored
     asked_ns: int = 0  # when the question was first asked whose answer is not taken yet
     renewals: int = 0  # since the last promise
+    asked: bool = False  # since its blocks were allocated
 
 
 class SchedulerHalf:
@@ -81,6 +94,7 @@ class SchedulerHalf:
         self._known: dict[str, _Known] = {}
         self._stranded: dict[str, None] = {}
         self._allocated: dict[int, None] = {}
+        self._declined: dict[str, None] = {}  # admitted for the next step without a load of ours
         self._report_due = False
         self._steps = 0
 
@@ -101,6 +115,7 @@ class SchedulerHalf:
         known.table = ()
         known.due_tokens = 0
         known.local_tokens = local_tokens
+        known.asked = True
         if request.prompt_is_token_ids is not None:
             return 0, False
         if known.loading:
@@ -132,6 +147,9 @@ class SchedulerHalf:
         self._take_table(known, table)
         known.due_tokens = known.asked_ns = known.renewals = 0
         known.loading = external_tokens > 0 and self._load_async
+        if known.asked and not external_tokens and not self._overlapping:
+            self._declined[request.request_id] = None
+        known.asked = False
         self._stranded.pop(request.request_id, None)
         self._core.after_alloc(_view(request), table, external_tokens)
 
@@ -204,7 +222,7 @@ class SchedulerHalf:
             self._steps, scheduled, frozenset(self._allocated), preempted, tuple(sorted(output.finished_req_ids))
         )
         self._steps += 1
-        self._allocated = {}
+        self._allocated, self._declined = {}, {}
         self._report_due = not self._overlapping
         meta = self._core.build_meta(view)
         if not output.total_num_scheduled_tokens:
@@ -250,9 +268,9 @@ class SchedulerHalf:
             table = tables.get_block_ids(request_id)
             new_blocks = self._take_table(known, table)
         request = known.request
-        return ScheduledRequest(
-            request_id, request.num_computed_tokens, count, table, new_blocks, resumed, _tokens(request)
-        )
+        computed = request.num_computed_tokens
+        brought = range(known.local_tokens, computed) if request_id in self._declined else NO_TOKENS
+        return ScheduledRequest(request_id, computed, count, table, new_blocks, resumed, _tokens(request), brought)
 
     def _grow(self, known: _Known, new: BlockTable) -> BlockTable:
         """A running request has got these blocks."""

@@ -21,7 +21,7 @@ from kvcore.admission import Limits
 from kvcore.connectors.measured import LoadIfItPays
 from kvcore.connectors.plan import StepMeta
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
-from kvcore.connectors.views import Finished, RequestView, ScheduledRequest, StepView
+from kvcore.connectors.views import NO_TOKENS, Finished, RequestView, ScheduledRequest, StepView
 from kvcore.connectors.worker import WorkerConnector, WorkerConnectorConfig
 from kvcore.eviction import LruPolicy
 from kvcore.groups import CacheLayout, GroupKind, ObjectGroup
@@ -62,6 +62,7 @@ class Job:
     salt: str = ""
     computed: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    brought: range = NO_TOKENS  # by another connector, for its next step
 
     def view(self) -> RequestView:
         return RequestView(self.name, tuple(self.tokens), len(self.tokens), self.salt)
@@ -335,10 +336,14 @@ class Desk:
         if block:
             self.pages[rank][group][block, 0, offset, 0] = word
 
-    async def step(self, *entries: tuple[Job, int], preempted: Sequence[Job] = ()) -> Report:
-        """Run one step: each job computes so many tokens."""
+    async def step(
+        self, *entries: tuple[Job, int], preempted: Sequence[Job] = (), not_brought: Iterable[int] = ()
+    ) -> Report:
+        """Run one step: each job computes so many tokens. `not_brought`: blocks that another connector reports bad."""
         scheduled = tuple(
-            ScheduledRequest(job.name, job.computed, count, tuple(job.tables), (), False, tuple(job.tokens))
+            ScheduledRequest(
+                job.name, job.computed, count, tuple(job.tables), (), False, tuple(job.tokens), job.brought
+            )
             for job, count in entries
         )
         view = StepView(self._steps, scheduled, frozenset(self._allocated), tuple(job.name for job in preempted), ())
@@ -348,8 +353,10 @@ class Desk:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=StepMeta) == meta
         tasks = [self.loop.create_task(self._run_rank(rank, meta, entries)) for rank in range(self.layout.ranks)]
         finished, errors = self._combiner.combine([await task for task in tasks])
+        errors |= frozenset(not_brought)
         self.scheduler.update_output(finished, errors)
         for job, count in entries:
+            job.brought = NO_TOKENS
             if not any(block in errors for table in job.tables for block in table):
                 job.computed += count
         return Report(meta, finished, errors)

@@ -138,6 +138,36 @@ def test_a_request_that_comes_after_a_change_of_keys_is_served_as_ever_under_an_
     renewing(desk_of()).run(scenario)
 
 
+# --- E. a failed load
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_another_connector_loads_is_stored_after_its_report_and_never_where_it_failed(
+    desk_of: DeskOf, brought: bool
+) -> None:
+    """S38: it loads two chunks for one request, which another one of the same step finds in the engine's cache. When
+    that load has failed the first is computed anew, and the second is aborted before it can be."""
+
+    async def scenario(desk: Any) -> None:
+        first, second = desk.job("first", 4 * CHUNK), desk.job("second", 3 * CHUNK)
+        assert [await desk.ask(first), await desk.ask(second, 2 * CHUNK)] == [0, 0]
+        desk.admit(first, 0, 2 * CHUNK if brought else 0)
+        theirs = first.tables[0][: 2 * CHUNK // 4]
+        desk.admit(second, 0, 2 * CHUNK, [theirs + desk.table(2 * CHUNK)[0]], shared=theirs)
+        first.computed, first.brought = 2 * CHUNK, range(2 * CHUNK)
+        report = await desk.step((first, 2 * CHUNK), (second, CHUNK), not_brought=() if brought else theirs)
+        assert not report.meta.stores
+        if not brought:
+            await end(desk, second)
+            assert desk.resident(first) == [0, 0, 0, 0]
+            first.computed = 0
+            await desk.step((first, 4 * CHUNK))
+        await end(desk, first, second)
+        assert desk.resident(first) == [1, 1, 1, 1]
+
+    desk_of().run(scenario)
+
+
 # --- F. pins
 
 
