@@ -7,14 +7,16 @@ commands of the outer packages without importing them, and another package can a
 Exit status: 0 done and good, 1 done and bad (a ladder that failed), 2 unusable input (nothing was started or written),
 130 interrupted. `kvcore sim replay` adds 125, this revision cannot judge the case, for `git bisect run`.
 
-What we print may not arrive. A reader that has seen enough (head, less) ends us with 1 and without a word; a disk
-without room ends us with 1 and one line; a stream that was closed before we began takes everything and keeps nothing.
+What we print may not arrive. A letter that the terminal does not have is printed as an escape; a reader that has seen
+enough (head, less) ends us with 1 and no word, a disk without room with 1 and one line; a stream that was
+closed before we began takes everything and keeps nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import select
 import sys
@@ -124,6 +126,8 @@ def _describe(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
     _open_what_is_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(argv)
     finally:

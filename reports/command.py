@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcore.reports.page import Work, check_drawing, check_folder, keep, provenance
 
     folder = arguments.out or Path(f"report-{arguments.kind}")
+    _check_text(arguments.words)
     check_drawing()
     check_folder(folder, arguments.force)
     work = Work()
@@ -66,6 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     if work.interrupted:
         return INTERRUPTED
     return BAD if report.good is False else 0
+
+
+def _check_text(given: Sequence[str]) -> None:
+    """A report names its command, and its files are text: a name in another encoding can be in none of them."""
+    for word in given:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(f"{word!a} is no UTF-8 text, so no report can name it: give the file another name")
 
 
 def _print(report: Report, kept: Kept) -> None:
@@ -168,7 +176,7 @@ def _breakeven(arguments: argparse.Namespace, work: Work) -> Report:
 def _names(given: list[str] | None, default: tuple[str, ...], known: Any) -> tuple[str, ...]:
     if not given:
         return default
-    return tuple(known) if given == ["all"] else tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(name for one in given for name in (known if one == "all" else (one,))))
 
 
 # ---- ladder, compare
@@ -230,7 +238,7 @@ def _add_replay(parser: Any, loads: str) -> None:
     parser.add_argument("--trace", default="generated", metavar="NAME|FILE", help="a known trace or a file of one")
     parser.add_argument("--limit", metavar="N", help="only the first N requests")
     parser.add_argument("--raw-timestamps", action="store_true", help="do not spread rounded arrival times")
-    parser.add_argument("--seed", default="0", metavar="N", help="of what is drawn: spread arrivals, generated trace")
+    parser.add_argument("--seed", metavar="N", help="of what is drawn: spread arrivals, generated trace (default 0)")
     parser.add_argument("--model", default="Llama-3.1-8B", metavar="NAME")
     parser.add_argument("--host", default="H100", metavar="NAME")
     parser.add_argument("--gpus", default="0", metavar="N", help="per replica (default: as many as the weights need)")
@@ -256,12 +264,16 @@ def _prepared(arguments: argparse.Namespace) -> Any:
     from kvcore.reports.serving import Eviction, Policy, Router
     from kvcore.reports.serving.sweep import JOBS_MAX
     from kvcore.reports.slo import parse_slo
+    from kvcore.reports.traces import named_seed
 
+    seed = whole(arguments.seed or "0", "--seed", 0, 2**63)
+    if arguments.seed is not None and named_seed(arguments.trace, seed) != seed:
+        raise ConfigError(f"--seed {seed} and --trace {arguments.trace} name two seeds: which one counts?")
     ask = replay.Ask(
         trace=arguments.trace,
         limit=None if arguments.limit is None else whole(arguments.limit, "--limit", 1, 10_000_000),
         raw_timestamps=arguments.raw_timestamps,
-        seed=whole(arguments.seed, "--seed", 0, 2**63),
+        seed=named_seed(arguments.trace, seed),
         model=arguments.model,
         host=arguments.host,
         gpus=whole(arguments.gpus, "--gpus", 0, 4096),

@@ -123,17 +123,19 @@ def gpus_needed(model: Model, host: Host) -> int:
 
 def tier_of(known: Parameters, name: str, host: Host) -> Tier:
     """A tier by name; host memory is the GPU's own."""
-    own = {HOST_MEMORY: host_memory(host), HOST_MEMORY_KERNEL: host_memory(host, kernel=True)}
-    if name in own and name not in known.tiers:
-        return own[name]
-    return known.tier(name)
+    own = {HOST_MEMORY_KERNEL: host_memory(host, kernel=True), HOST_MEMORY: host_memory(host)}
+    for title, tier in own.items():
+        if name.strip().casefold() == title.casefold() and title not in known.tiers:
+            return tier
+    return replace(known, tiers={**own, **known.tiers}).tier(name)  # "host memory" alone is the last, by DMA
 
 
 def cells_of(known: Parameters, question: Question) -> list[Cell]:
-    """Everything that is asked for, checked before anything is computed."""
+    """Everything that is asked for, once, checked before anything is computed."""
     models = [known.model(name) for name in question.models]
     hosts = [known.host(name) for name in question.hosts]
-    return [_cell(known, question, model, host, name) for model in models for host in hosts for name in question.tiers]
+    asked = [_cell(known, question, model, host, name) for model in models for host in hosts for name in question.tiers]
+    return list({cell.name: cell for cell in asked}.values())
 
 
 def _cell(known: Parameters, question: Question, model: Model, host: Host, tier_name: str) -> Cell:

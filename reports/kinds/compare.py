@@ -1,6 +1,7 @@
 """`kvcore report compare`: two reports of one kind side by side: what is different, and by how much?
 
-Tables of the same name are joined by their key columns; every number that is in both is compared. A key column with
+Tables of the same name are joined by their key columns; every figure of a row that is in both is compared, and every
+verdict. A figure that only one of them has is a change, too: a break-even where there was none. A key column with
 one value in all of A and another one in all of B is what the comparison is about (two GPUs, two models) and is left out
 of the key. Rows that only one of them has are named. Inputs and versions that differ are listed, because they are what
 explains the rest.
@@ -8,6 +9,7 @@ explains the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ Tree = Mapping[str, Any]
 SHOWN_MAX = 40
 NAMED_MAX = 5
 LEAST_CHANGE = 1e-9
+RATIO_MAX = 1e12  # beyond it a ratio tells nothing, and a bar of it leaves no room for the others
 UNITS = {"seconds": " (s)", "rate": " (B/s)", "bytes": " (B)", "per_s": " (/s)"}
 COLUMNS = (
     Column("table", "Table"),
@@ -41,7 +44,7 @@ def build(before: Path, after: Path) -> Report:
     try:
         figures = list(_figures(*trees))
         alone = [*_alone(trees[0], trees[1], "A"), *_alone(trees[1], trees[0], "B")]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{before} or {after} is no whole report: {error!r}") from error
     return _report(str(kinds[0]), (before, after), trees, figures, alone)
 
@@ -73,13 +76,14 @@ def _verdict(
     alone: list[str],
 ) -> Iterator[str]:
     yield f"A is {paths[0]}, B is {paths[1]}."
-    if not changed:
+    if not figures:
+        yield "They have no figure in common."
+    elif not changed:
         yield f"All {words.count(len(figures), 'figure')} are the same."
     else:
         yield f"{len(changed):,} of {words.count(len(figures), 'figure')} changed."
-        ratios = [row for row in changed if isinstance(row["ratio"], float) and row["ratio"] > 0]
-        if ratios:
-            most = max(ratios, key=lambda row: _distance(row["ratio"]))
+        if ratios := _with_ratio(changed):
+            most = ratios[0]
             ratio = words.shown(most["ratio"], "ratio")
             yield f"The largest change: '{most['column']}' of {most['row']}, {ratio} of A."
     if inputs:
@@ -89,15 +93,14 @@ def _verdict(
         yield f"Rows that only one of them has: {len(alone)}."
 
 
-def _distance(ratio: Value) -> float:
-    assert isinstance(ratio, float)
-    return max(ratio, 1 / ratio)
+def _with_ratio(changed: list[dict[str, Value]]) -> list[dict[str, Value]]:
+    """The rows with one, the largest change first."""
+    rows = [row for row in changed if isinstance(row["ratio"], float) and row["ratio"] > 0]
+    return sorted(rows, key=lambda row: -abs(math.log(float(row["ratio"] or 0))))
 
 
 def _chart(changed: list[dict[str, Value]]) -> Iterator[Bars]:
-    rows = [row for row in changed if isinstance(row["ratio"], float) and row["ratio"] > 0]
-    rows = sorted(rows, key=lambda row: -_distance(row["ratio"]))[:SHOWN_MAX]
-    if rows:
+    if rows := _with_ratio(changed)[:SHOWN_MAX]:
         labels = tuple(f"{row['column']}: {row['row']}" for row in rows)
         yield Bars(
             "ratios", "The largest changes, B / A", "B / A", labels, tuple(float(row["ratio"] or 0) for row in rows)
@@ -107,14 +110,14 @@ def _chart(changed: list[dict[str, Value]]) -> Iterator[Bars]:
 # ---- joining
 
 
-def _rows(tree: Tree, other: Tree) -> dict[tuple[str, str], tuple[Mapping[str, Any], dict[str, str]]]:
-    """Every row of every table with a key, by (table, key), with its columns outside of the key: name and title."""
+def _rows(tree: Tree, other: Tree) -> dict[tuple[str, str], tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Every row of every table with a key, by (table, key), with its columns outside of the key."""
     found = {}
     for table in tree["tables"]:
         key = _key(table, other)
-        names = {each["name"]: _title(each) for each in table["columns"] if each["name"] not in table["key"]}
+        columns = [each for each in table["columns"] if each["name"] not in table["key"]]
         for row in table["rows"] if key else []:
-            found[table["name"], ", ".join(str(row[name]) for name in key)] = (row, names)
+            found[table["name"], ", ".join(str(row[name]) for name in key)] = (row, columns)
     return found
 
 
@@ -138,27 +141,30 @@ def _about(name: str, rows: list[Mapping[str, Any]], others: list[Mapping[str, A
 
 def _figures(before: Tree, after: Tree) -> Iterator[dict[str, Value]]:
     others = _rows(after, before)
-    for place, (row, names) in _rows(before, after).items():
-        other = others.get(place, ({}, []))[0]
-        for name, title in names.items():
-            if _is_number(row.get(name)) and _is_number(other.get(name)):
-                yield _figure(place, title, float(row[name]), float(other[name]))
+    for place, (row, columns) in _rows(before, after).items():
+        if place not in others:
+            continue
+        other = others[place][0]
+        for column in columns:
+            name = column["name"]
+            pair = row.get(name), other.get(name)
+            if any(map(_is_number, pair)) or column["kind"] == "verdict":
+                yield _figure(place, _title(column), *pair)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _figure(place: tuple[str, str], title: str, before: float, after: float) -> dict[str, Value]:
-    same = abs(before - after) <= LEAST_CHANGE * max(abs(before), abs(after))
-    return {
-        "table": place[0],
-        "row": place[1],
-        "column": title,
-        "before": before,
-        "after": before if same else after,
-        "ratio": after / before if before else None,
-    }
+def _figure(place: tuple[str, str], title: str, before: Value, after: Value) -> dict[str, Value]:
+    found: dict[str, Value] = {"table": place[0], "row": place[1], "column": title}
+    if not (_is_number(before) and _is_number(after)):
+        return {**found, "before": before, "after": after, "ratio": None}
+    one, other = float(before or 0), float(after or 0)
+    same = abs(one - other) <= LEAST_CHANGE * max(abs(one), abs(other))
+    ratio = other / one if one else math.nan
+    shown = ratio if abs(ratio) < RATIO_MAX else None
+    return {**found, "before": one, "after": one if same else other, "ratio": shown}
 
 
 def _alone(one: Tree, other: Tree, name: str) -> list[str]:

@@ -73,8 +73,11 @@ class Files:
     zoo: ZooFile | None
 
     @property
-    def verdicts(self) -> list[str]:
-        return [file.verdict for file in (self.ladder, self.swarm, self.zoo) if file is not None]
+    def good(self) -> bool:
+        """As the files say, and as their figures do: a page that names a failure is no good one."""
+        verdicts = [file.verdict for file in (self.ladder, self.swarm, self.zoo) if file is not None]
+        failed = (self.ladder and _failed(self.ladder)) or (self.swarm and self.swarm.failures)
+        return all(verdict == "pass" for verdict in verdicts) and not failed
 
 
 def read_files(ladder: Path | None, swarm: Path | None, zoo: Path | None) -> Files:
@@ -100,7 +103,7 @@ def build(files: Files) -> Report:
         "ladder",
         "Does the cache change any output, and would we see it?",
         tuple(_verdict(files)),
-        good=all(verdict == "pass" for verdict in files.verdicts),
+        good=files.good,
         tables=tuple(part for part in parts if isinstance(part, Table)),
         charts=tuple(part for part in parts if not isinstance(part, Table)),
         widgets=(picture(),),
@@ -125,12 +128,20 @@ def _verdict(files: Files) -> Iterator[str]:
 def _ladder_sentence(file: LadderFile) -> str:
     compared = sum(rung.tokens_compared for rung in file.rungs)
     differing = sum(rung.mismatches for rung in file.rungs)
-    failed = [rung.rung for rung in file.rungs if rung.verdict != "pass"]
+    failed = _failed(file)
     where = f"{words.count(len(file.cells), 'configuration')} on target {file.target}"
     if failed or file.verdict != "pass":
-        said = f"rungs {words.listed(failed)} failed" if failed else "the ladder failed"
+        said = (
+            f"{'rung' if len(failed) == 1 else 'rungs'} {words.listed(failed)} failed"
+            if failed
+            else "the ladder failed"
+        )
         return f"The ladder does not hold: {said} ({words.count(differing, 'token')} of {compared:,} differ; {where})."
     return f"The ladder holds: no token of {compared:,} differs on {words.count(len(file.rungs), 'rung')} ({where})."
+
+
+def _failed(file: LadderFile) -> list[str]:
+    return [rung.rung for rung in file.rungs if rung.verdict != "pass" or rung.mismatches]
 
 
 def _swarm_sentence(file: SwarmFile) -> str:
@@ -148,8 +159,8 @@ def _zoo_sentence(file: ZooFile) -> str:
     bugs = [mutant for mutant in file.mutants if mutant.kind != "safe"]
     safe = [mutant for mutant in file.mutants if mutant.kind == "safe"]
     caught, seen = sum(mutant.caught for mutant in bugs), sum(mutant.caught for mutant in safe)
-    text = f"{caught} of {words.count(len(bugs), 'planted bug')} are caught, the median one after "
-    text += f"{words.count(round(file.first_catch_median), 'seed')}"
+    text = f"{caught} of {words.count(len(bugs), 'planted bug')} {'is' if len(bugs) == 1 else 'are'} caught"
+    text += f", the median one after {words.count(round(file.first_catch_median), 'seed')}" if caught else ""
     text += f"; {seen} of {len(safe)} safe removals raise an alarm" if safe else ""
     return f"{text}.{f' But: {words.listed(file.problems)}.' if file.problems else ''}"
 
@@ -292,8 +303,11 @@ def _told(file: SwarmFile, mark: str) -> int | None:
 
 def _zoo_parts(file: ZooFile) -> list[Table | Chart]:
     rows = [_mutant_row(mutant) for mutant in file.mutants]
-    note = f"The median first catch takes {words.count(round(file.first_catch_median), 'seed')}."
-    return [Table("zoo", "Planted bugs", ZOO_COLUMNS, rows, ("name",), note, bar="density"), _kill_matrix(file)]
+    caught = any(mutant.caught for mutant in file.mutants)
+    note = f"The median first catch takes {words.count(round(file.first_catch_median), 'seed')}." if caught else ""
+    matrix = _kill_matrix(file)
+    parts: list[Table | Chart] = [Table("zoo", "Planted bugs", ZOO_COLUMNS, rows, ("name",), note, bar="density")]
+    return [*parts, matrix] if matrix.rows and matrix.columns else parts
 
 
 def _mutant_row(mutant: Mutant) -> dict[str, Value]:

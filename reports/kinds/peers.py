@@ -6,12 +6,15 @@ medians. The verdict is bad if a figure that has a bar misses it; what kvcore lo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from kvcore.errors import ConfigError
+from kvcore.reports.files import read_bounded
+from kvcore.reports.kinds.results import FILE_BYTES_MAX, Count, Figure
 from kvcore.reports.page import Bars, Column, Lines, Report, Series, Table, Value, words
 
 SCHEMA = 2
@@ -32,53 +35,88 @@ COLUMNS = (
     Column("bar", "Bar", "ratio", "how many times as good it has to be"),
     Column("verdict", "Verdict", "verdict", "pass: times as good >= bar"),
 )
-Figures = Mapping[str, Mapping[str, Any]]
+Ratio = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-def read_file(path: Path) -> dict[str, Any]:
+class Side(msgspec.Struct, frozen=True):
+    """One cache's rounds of one figure."""
+
+    median: Figure
+    min: Figure
+    max: Figure
+    n: Count
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One figure of both."""
+
+    group: str
+    what: str
+    unit: str
+    kvcore: Side
+    lmcache: Side
+    advantage: Ratio
+    cpu_advantage: Ratio | None
+    bar: Ratio | None
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """What tells one version of the file from another, before the rest is read."""
+
+    schema: int
+
+
+class PeersFile(msgspec.Struct, frozen=True):
+    """`scripts/bench_peers.py`."""
+
+    sizes: dict[str, Any]
+    versions: dict[str, dict[str, Any]]
+    machine: dict[str, Any]
+    figures: Annotated[dict[str, Compared], msgspec.Meta(min_length=1)]
+    not_comparable: list[str]
+
+
+Figures = Mapping[str, Compared]
+
+
+def read_file(path: Path) -> PeersFile:
     """What the script wrote; ConfigError for anything else."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        data = read_bounded(path, FILE_BYTES_MAX)
+        if msgspec.json.decode(data, type=Schema).schema != SCHEMA:
+            raise ConfigError(f"{path} is no comparison of schema {SCHEMA}: was it written by scripts/bench_peers.py?")
+        return msgspec.json.decode(data, type=PeersFile)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    if not isinstance(tree, dict) or tree.get("schema") != SCHEMA or not isinstance(tree.get("figures"), dict):
-        raise ConfigError(f"{path} is no comparison of schema {SCHEMA}: was it written by scripts/bench_peers.py?")
-    return tree
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not what scripts/bench_peers.py writes: {error}") from error
 
 
 def build(path: Path) -> Report:
     """The report."""
-    tree = read_file(path)
-    try:
-        figures: Figures = tree["figures"]
-        rows = [_row(figure) for figure in figures.values()]
-        return Report(
-            "peers",
-            f"kvcore beside LMCache {tree['versions']['lmcache']['lmcache']}",
-            tuple(_verdict(rows)),
-            good=all(row["verdict"] != "missed" for row in rows),
-            tables=(Table("figures", "Everything that was measured", COLUMNS, rows, ("what",)),),
-            charts=(*_ratios(rows), *_batches(figures)),
-            inputs={name: tree[name] for name in ("sizes", "versions", "machine")},
-            notes=tuple(tree["not_comparable"]),
-        )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} is no whole comparison: {error!r}") from error
+    file = read_file(path)
+    rows = [_row(figure) for figure in file.figures.values()]
+    return Report(
+        "peers",
+        f"kvcore beside LMCache {file.versions.get('lmcache', {}).get('lmcache', 'of an unknown version')}",
+        tuple(_verdict(rows)),
+        good=all(row["verdict"] != "missed" for row in rows),
+        tables=(Table("figures", "Everything that was measured", COLUMNS, rows, ("what",)),),
+        charts=(*_ratios(rows), *_batches(file.figures)),
+        inputs={name: getattr(file, name) for name in ("sizes", "versions", "machine")},
+        notes=tuple(file.not_comparable),
+    )
 
 
-def _row(figure: Mapping[str, Any]) -> dict[str, Value]:
-    ours, theirs = figure["kvcore"], figure["lmcache"]
-    bar = figure["bar"]
-    verdict = "" if bar is None else "pass" if figure["advantage"] >= bar else "missed"
-    return {
-        **{name: figure[name] for name in ("group", "what", "unit", "advantage", "cpu_advantage", "bar")},
-        **{f"kvcore{end}": ours[name] for end, name in (("", "median"), ("_min", "min"), ("_max", "max"))},
-        **{f"peer{end}": theirs[name] for end, name in (("", "median"), ("_min", "min"), ("_max", "max"))},
-        "rounds": ours["n"],
-        "verdict": verdict,
+def _row(figure: Compared) -> dict[str, Value]:
+    bar = figure.bar
+    row: dict[str, Value] = {
+        name: getattr(figure, name) for name in ("group", "what", "unit", "advantage", "cpu_advantage", "bar")
     }
+    for label, side in (("kvcore", figure.kvcore), ("peer", figure.lmcache)):
+        row |= {label: side.median, f"{label}_min": side.min, f"{label}_max": side.max}
+    verdict = "" if bar is None else "pass" if figure.advantage >= bar else "missed"
+    return {**row, "rounds": figure.kvcore.n, "verdict": verdict}
 
 
 def _verdict(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -115,12 +153,15 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[Bars]:
 
 def _batches(figures: Figures) -> Iterator[Lines]:
     """L1 over the batch size, if it was measured."""
-    batches = sorted(int(name[6:]) for name in figures if name.startswith("cycle_") and name[6:].isdigit())
+    found = {name[6:]: figure for name, figure in figures.items() if name.startswith("cycle_")}
+    whole = {int(size): figure for size, figure in found.items() if size.isascii() and size.isdigit()}
+    batches = sorted(whole.items())
     if not batches:
         return
-    series = tuple(
-        Series(label, batches, [figures[f"cycle_{batch}"][side]["median"] for batch in batches], points=True)
-        for side, label in (("kvcore", "kvcore"), ("lmcache", "LMCache"))
+    sizes = [size for size, _ in batches]
+    series = (
+        Series("kvcore", sizes, [figure.kvcore.median for _, figure in batches], points=True),
+        Series("LMCache", sizes, [figure.lmcache.median for _, figure in batches], points=True),
     )
     title = "L1: reserve, publish, lease, release, delete"
     yield Lines("l1_cycle", title, "keys in a batch", "us per key", series, x_log=True, y_log=True)

@@ -165,10 +165,20 @@ def _settings(known: Parameters, ask: Ask) -> list[Setting]:
 
 
 def _name(ask: Ask, policy: Policy, eviction: Eviction, load: float) -> str:
-    parts = [POLICY_WORDS[policy]]
-    parts += [eviction.value] if len(ask.evictions) > 1 and policy is not Policy.NEVER else []
-    parts += [f"load {load:g}"] if len(ask.loads) > 1 else []
+    parts = [way(ask, policy, eviction)]
+    parts += [f"load {told(load)}"] if len(ask.loads) > 1 else []
     return ", ".join(parts)
+
+
+def way(ask: Ask, policy: Policy, eviction: Eviction) -> str:
+    """Policy, and eviction where several were asked for."""
+    several = len(ask.evictions) > 1 and policy is not Policy.NEVER
+    return f"{POLICY_WORDS[policy]}, {eviction.value}" if several else POLICY_WORDS[policy]
+
+
+def told(load: float) -> str:
+    """A load as it was asked for: rounded, two loads might have one name."""
+    return repr(load).removesuffix(".0")
 
 
 def serve(replay: Replay, work: Work) -> Replay:

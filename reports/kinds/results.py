@@ -7,14 +7,19 @@ refused with the field that is wrong.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from kvcore.errors import ConfigError
+from kvcore.reports.files import read_bounded
 
 SCHEMA = 1
 FILE_BYTES_MAX = 256 * 2**20
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Figure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -24,16 +29,16 @@ class Rung(msgspec.Struct, frozen=True):
     name: str
     verdict: str
     problems: list[str] = []
-    requests: int | None = None
-    cases: int | None = None
-    tokens_compared: int = 0
-    loads_verified: int = 0
-    stores_verified: int | None = None
-    mismatches: int = 0
-    preemptions: int | None = None
-    deaths: int | None = None
-    hit_share: float | None = None
-    faults: dict[str, dict[str, int]] = {}
+    requests: Count | None = None
+    cases: Count | None = None
+    tokens_compared: Count = 0
+    loads_verified: Count = 0
+    stores_verified: Count | None = None
+    mismatches: Count = 0
+    preemptions: Count | None = None
+    deaths: Count | None = None
+    hit_share: Figure | None = None
+    faults: dict[str, dict[str, Count]] = {}
     sometimes: dict[str, Any] = {}
 
 
@@ -42,7 +47,7 @@ class LadderFile(msgspec.Struct, frozen=True):
 
     schema: int
     target: str
-    rungs: list[Rung]
+    rungs: Annotated[list[Rung], msgspec.Meta(min_length=1)]
     cells: list[dict[str, Any]]
     seed: int
     verdict: str
@@ -52,10 +57,10 @@ class LadderFile(msgspec.Struct, frozen=True):
 class SwarmMarks(msgspec.Struct, frozen=True):
     """`counts`: by mark, how often; left out by versions that do not write it."""
 
-    hit: int
-    total: int
+    hit: Count
+    total: Count
     unseen: list[str]
-    counts: dict[str, int] = {}
+    counts: dict[str, Count] = {}
 
 
 class SwarmFile(msgspec.Struct, frozen=True):
@@ -63,16 +68,16 @@ class SwarmFile(msgspec.Struct, frozen=True):
 
     schema: int
     first_seed: int
-    seeds: int
-    failures: int
-    seeds_per_s: float
-    seeds_per_cpu_s: float
-    faults: dict[str, dict[str, int]]
+    seeds: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    failures: Count
+    seeds_per_s: Figure
+    seeds_per_cpu_s: Figure
+    faults: dict[str, dict[str, Count]]
     sometimes: SwarmMarks
     verdict: str
-    bytes_checked: int = 0
-    loads_verified: int = 0
-    tokens_compared: int = 0
+    bytes_checked: Count = 0
+    loads_verified: Count = 0
+    tokens_compared: Count = 0
     problems: list[str] = []
     reproduce: list[str] = []
 
@@ -87,12 +92,12 @@ class Mutant(msgspec.Struct, frozen=True):
     oracle: str
     expected: list[str]
     first_seed: int | None
-    seeds_run: int
-    catches: int
-    oracles: dict[str, int]
-    density_per_1000: float
-    density_interval: tuple[float, float]
-    faults_min: int | None = None
+    seeds_run: Count
+    catches: Count
+    oracles: dict[str, Count]
+    density_per_1000: Figure
+    density_interval: tuple[Figure, Figure]
+    faults_min: Count | None = None
     reason: str = ""
     note: str = ""
     problem: str = ""
@@ -102,8 +107,8 @@ class ZooFile(msgspec.Struct, frozen=True):
     """`kvcore zoo --json`."""
 
     schema: int
-    mutants: list[Mutant]
-    first_catch_median: float
+    mutants: Annotated[list[Mutant], msgspec.Meta(min_length=1)]
+    first_catch_median: Figure
     problems: list[str]
     verdict: str
 
@@ -114,9 +119,7 @@ File = TypeVar("File", LadderFile, SwarmFile, ZooFile)
 def read(path: Path, kind: type[File], option: str) -> File:
     """One file, or a ConfigError that says what is wrong with it."""
     try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"{option}: {path} is larger than {FILE_BYTES_MAX >> 20} MiB")
-        found = msgspec.json.decode(path.read_bytes(), type=kind)
+        found = msgspec.json.decode(read_bounded(path, FILE_BYTES_MAX), type=kind)
     except OSError as error:
         raise ConfigError(f"{option}: cannot read {path}: {error.strerror or error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcore.reports.kinds import replay
-from kvcore.reports.kinds.replay import POLICY_WORDS, Replay
+from kvcore.reports.kinds.replay import POLICY_WORDS, Replay, told, way
 from kvcore.reports.page import Column, Lines, Report, Series, Table, Value, Work, words
 from kvcore.reports.serving import Policy, ServingResult
 
 EQUAL = 0.01  # closer than this is the same
 CURVE_POINTS = 100
+NAMED_MAX = 6
 
 
 def build(prepared: Replay, work: Work) -> Report:
@@ -33,6 +34,7 @@ def _verdict(served: Replay) -> Iterator[str]:
     )
     for load in served.ask.loads:
         yield from _at_load(served, load)
+    yield from _failed(served)
     if not served.results:
         yield "Nothing was served."
 
@@ -43,18 +45,19 @@ def _at_load(served: Replay, load: float) -> Iterator[str]:
     said = []
     for result in served.results.values():
         if result.setting.load == load and result.setting.policy is not Policy.NEVER and result.ttft_mean_s is not None:
-            said.append(
-                f"{_way(served, result)} {words.seconds(result.ttft_mean_s)}{_against(result.ttft_mean_s, none)}"
-            )
-    if said:
-        without = f"no cache {words.seconds(none)}; " if none is not None else ""
-        yield f"Mean TTFT at {load:g} times the trace's rate: {without}{'; '.join(said)}."
+            name = way(served.ask, result.setting.policy, result.setting.eviction)
+            said.append(f"{name} {words.seconds(result.ttft_mean_s)}{_against(result.ttft_mean_s, none)}")
+    without = [f"no cache {words.seconds(none)}"] if none is not None else []
+    if said or without:
+        yield f"Mean TTFT at {told(load)} times the trace's rate: {'; '.join([*without, *said])}."
 
 
-def _way(served: Replay, result: ServingResult) -> str:
-    """Policy, and eviction where several were asked for."""
-    policy = POLICY_WORDS[result.setting.policy]
-    return f"{policy}, {result.setting.eviction.value}" if len(served.ask.evictions) > 1 else policy
+def _failed(served: Replay) -> Iterator[str]:
+    """A mean over the requests that were served is no good news about the others."""
+    failed = {name: sum(1 for _ in result.completed()) for name, result in served.results.items()}
+    parts = [f"{name} {len(served.trace) - done:,}" for name, done in failed.items() if done < len(served.trace)]
+    if parts:
+        yield f"Not served, of {words.count(len(served.trace), 'request')}: {'; '.join(parts[:NAMED_MAX])}."
 
 
 def _against(value: float, none: float | None) -> str:

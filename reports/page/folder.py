@@ -25,12 +25,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvcore.errors import ConfigError
+from kvcore.reports.files import read_bounded
 from kvcore.reports.page.document import Report, Table, drawn
 from kvcore.reports.page.html import page
 from kvcore.reports.page.png import draw
 
 SCHEMA = 1
+PREFIX_LETTERS_MAX = 40
+FILE_BYTES_MAX = 256 * 2**20
 JSON_NAME = "report.json"
 RECORDS_NAME = "records.jsonl"
 PAGE_NAME = "index.html"
@@ -47,14 +52,27 @@ class Kept:
 
 def check_folder(path: Path, force: bool) -> None:
     """ConfigError unless a report may be written there."""
-    if not path.exists() and not path.is_symlink():
+    if not _is_there(path):
         _check_parent(path)
     elif not force:
         raise ConfigError(f"{path} exists: name another folder with --out, or replace the report in it with --force")
     elif not path.is_dir() or not _replaceable(path):
         raise ConfigError(f"{path} holds something that is no part of a report: --force replaces reports only")
+    elif path.is_symlink() or path.is_mount() or Path.cwd().is_relative_to(path.resolve()):
+        what = "a link, a mount point or the folder that you are in"
+        raise ConfigError(f"{path} is {what}: it cannot be replaced, so name another folder with --out")
     else:
         _check_parent(path)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"cannot make {path}: {error.strerror or error}") from None
+    return True
 
 
 def _check_parent(path: Path) -> None:
@@ -62,10 +80,15 @@ def _check_parent(path: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     try:
-        tempfile.TemporaryDirectory(dir=parent, prefix=f".{path.name}.").cleanup()
+        tempfile.TemporaryDirectory(dir=parent, prefix=_prefix(path)).cleanup()
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"cannot make {path}: {parent} is no folder that can be written to ({why})") from None
+
+
+def _prefix(path: Path) -> str:
+    """Of the sibling's name: short, because a name may have 255 bytes and the folder's may have them all."""
+    return f".{path.name[:PREFIX_LETTERS_MAX]}."
 
 
 def _replaceable(path: Path) -> bool:
@@ -81,10 +104,10 @@ def read_report(path: Path) -> dict[str, Any]:
     """The report.json of a folder, or of the file itself."""
     file = path / JSON_NAME if path.is_dir() else path
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = msgspec.json.decode(read_bounded(file, FILE_BYTES_MAX))
     except OSError as error:
         raise ConfigError(f"cannot read the report in {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no report: {error}") from error
     if not isinstance(tree, dict) or tree.get("schema") != SCHEMA or "tables" not in tree:
         raise ConfigError(f"{file} is no report of schema {SCHEMA}: was it written by `kvcore report`?")
@@ -111,7 +134,7 @@ def keep(report: Report, path: Path, provenance: Mapping[str, Any]) -> Kept:
 def write(report: Report, path: Path, provenance: Mapping[str, Any]) -> list[str]:
     """Write the whole folder; the names of its files. OSError where that fails: then what was there is there still."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=f".{path.name}."))
+    beside = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=_prefix(path)))
     try:
         new = beside / "new"
         new.mkdir()

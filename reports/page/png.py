@@ -32,7 +32,7 @@ def draw(chart: Chart, path: Path) -> str:
     )
     figure = Figure(figsize=(8, max(tall, 2.4)), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(chart.title, loc="left", fontsize=11)
+    axes.set_title(_plain(chart.title), loc="left", fontsize=11)
     if isinstance(chart, Lines):
         _lines(axes, chart)
     elif isinstance(chart, Bars):
@@ -43,20 +43,25 @@ def draw(chart: Chart, path: Path) -> str:
     return path.name
 
 
+def _plain(text: str) -> str:
+    """Names are nobody's formulas: between two dollar signs matplotlib would read one."""
+    return text.replace("$", r"\$")
+
+
 def _lines(axes: Any, chart: Lines) -> None:
     for number, series in enumerate(chart.series):
         style = "--" if series.dashed else "-"
         marker = "o" if series.points else None
         ys = [float("nan") if y is None else y for y in series.ys]
         colour = COLOURS[number % len(COLOURS)]
-        axes.plot(series.xs, ys, style, marker=marker, markersize=4, label=series.name, color=colour)
+        axes.plot(series.xs, ys, style, marker=marker, markersize=4, label=_plain(series.name), color=colour)
     for mark in chart.marks:
         axes.axvline(mark.x, color="#777777", linewidth=0.8, linestyle=":")
-        axes.text(mark.x, 0.98, f" {mark.text}", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
+        axes.text(mark.x, 0.98, f" {_plain(mark.text)}", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
     axes.set_xscale("log" if chart.x_log else "linear")
     axes.set_yscale("log" if chart.y_log else "linear")
-    axes.set_xlabel(chart.x_title)
-    axes.set_ylabel(chart.y_title)
+    axes.set_xlabel(_plain(chart.x_title))
+    axes.set_ylabel(_plain(chart.y_title))
     axes.grid(True, alpha=0.25)
     if chart.series:
         axes.legend(fontsize=8, frameon=False)
@@ -67,11 +72,11 @@ def _bars(axes: Any, chart: Bars) -> None:
     if chart.behind:
         axes.barh(places, chart.behind, color=PALE)
     axes.barh(places, chart.values, color=COLOURS[0])
-    axes.set_yticks(places, chart.labels, fontsize=7)
+    axes.set_yticks(places, list(map(_plain, chart.labels)), fontsize=7)
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set_xscale("log" if chart.x_log else "linear")
-    axes.set_xlabel(chart.x_title)
+    axes.set_xlabel(_plain(chart.x_title))
 
 
 def _matrix(axes: Any, chart: Matrix) -> None:
@@ -83,5 +88,5 @@ def _matrix(axes: Any, chart: Matrix) -> None:
                 axes.text(column, row, f"{cell:g}", ha="center", va="center", fontsize=7, color="#B04000")
     for row, column in chart.marked:
         axes.plot(column, row, marker="s", markersize=11, markerfacecolor="none", markeredgecolor="#009E73")
-    axes.set_xticks(range(len(chart.columns)), chart.columns, fontsize=8, rotation=30)
-    axes.set_yticks(range(len(chart.rows)), chart.rows, fontsize=7)
+    axes.set_xticks(range(len(chart.columns)), list(map(_plain, chart.columns)), fontsize=8, rotation=30)
+    axes.set_yticks(range(len(chart.rows)), list(map(_plain, chart.rows)), fontsize=7)

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvcore.errors import ConfigError
+from kvcore.reports.files import read_bounded
 from kvcore.reports.host import Host
 from kvcore.reports.model import Model
 from kvcore.reports.tier import Tier
@@ -80,9 +81,7 @@ def read(path: Path | str | None) -> Parameters:
 
 def _tree(file: Path) -> Mapping[str, Any]:
     try:
-        if file.stat().st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"{file} is larger than {FILE_BYTES_MAX >> 20} MiB: is it a file of parameters?")
-        text = file.read_text(encoding="utf-8")
+        text = read_bounded(file, FILE_BYTES_MAX).decode()
         tree = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the parameters in {file}: {error.strerror or error}") from error

@@ -18,7 +18,10 @@ from kvcore.reports.traces.trace import Request, Trace, check_tokens
 BLOCK_TOKENS = 512
 HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 NOTE = "the file tells nothing about shared prefixes: no request hits, whatever the cache"
-LINE = re.compile(rb"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d+)?),(-?\d+),(-?\d+)\s*")
+LINE = re.compile(
+    rb"(\d{4})-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01]) ([01]\d|2[0-3]):([0-5]\d):([0-5]\d(?:\.\d+)?)"
+    rb",(-?\d{1,18}),(-?\d{1,18})\s*"
+)
 DAY_S = 86_400
 
 

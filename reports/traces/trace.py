@@ -32,6 +32,7 @@ BLOCK_TOKENS_MAX = 65_536
 REQUESTS_MAX = 10_000_000
 BLOCK_IDS = 1 << 64
 BITS = 53
+LETTERS_TOLD_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,14 @@ def check_tokens(input_tokens: int, output_tokens: int, where: str) -> None:
     """ConfigError for numbers that no request can have. Readers ask before they reckon with blocks, so that a wrong
     number is not answered with a hole."""
     if not 1 <= input_tokens <= TOKENS_MAX:
-        raise ConfigError(f"{where} has {input_tokens:,} input tokens: from 1 to {TOKENS_MAX:,} can be")
+        raise ConfigError(f"{where} has {told(f'{input_tokens:,}')} input tokens: from 1 to {TOKENS_MAX:,} can be")
     if not 0 <= output_tokens <= TOKENS_MAX:
-        raise ConfigError(f"{where} has {output_tokens:,} output tokens: from 0 to {TOKENS_MAX:,} can be")
+        raise ConfigError(f"{where} has {told(f'{output_tokens:,}')} output tokens: from 0 to {TOKENS_MAX:,} can be")
+
+
+def told(number: str) -> str:
+    """A number of a file in an error: one of 4,000 digits would hide what is wrong with it."""
+    return number if len(number) <= LETTERS_TOLD_MAX else f"{number[:LETTERS_TOLD_MAX]}..."
 
 
 def _check_request(request: Request, where: str, block_tokens: int) -> None:
@@ -111,7 +117,7 @@ def _check_request(request: Request, where: str, block_tokens: int) -> None:
     check_tokens(request.input_tokens, request.output_tokens, where)
     wrong = next((block for block in request.blocks if not 0 <= block < BLOCK_IDS), None)
     if wrong is not None:
-        raise ConfigError(f"{where} has the block id {wrong}: ids are from 0 to 2**64 - 1")
+        raise ConfigError(f"{where} has the block id {told(str(wrong))}: ids are from 0 to 2**64 - 1")
     needed = -(-request.input_tokens // block_tokens)
     if len(request.blocks) != needed:
         raise ConfigError(

@@ -22,7 +22,17 @@ from typing import NamedTuple
 import msgspec
 
 from kvcore.errors import ConfigError
-from kvcore.reports.traces.trace import BITS, BLOCK_TOKENS_MAX, TOKENS_MAX, Chunker, Request, Trace, check_tokens
+from kvcore.reports.traces.trace import (
+    BITS,
+    BLOCK_IDS,
+    BLOCK_TOKENS_MAX,
+    TOKENS_MAX,
+    Chunker,
+    Request,
+    Trace,
+    check_tokens,
+    told,
+)
 from kvcore.sim.streams import RandomStream
 
 CHUNK_TOKENS = 512
@@ -72,12 +82,12 @@ def read(
         if len(merged) == limit:
             break
         ids = 0
-        for told in _requests(line, f"{path}, line {number}"):
-            ids = max(ids, max(told.chunks, default=-1) + 1)
-            blocks = tuple([first_id + one for one in told.chunks])
+        for row in _requests(line, f"{path}, line {number}"):
+            ids = max(ids, max(row.chunks, default=-1) + 1)
+            blocks = tuple([first_id + one for one in row.chunks])
             serial += 1
-            at = begin_s + told.t_s
-            heappush(waiting, (at, serial, Request(at, told.input_tokens, told.output_tokens, blocks)))
+            at = begin_s + row.t_s
+            heappush(waiting, (at, serial, Request(at, row.input_tokens, row.output_tokens, blocks)))
         first_id += ids
         begin_s += -session_gap_s * math.log(1 - draw(BITS) / (1 << BITS))
     while waiting and len(merged) != limit:
@@ -92,7 +102,7 @@ def read(
 def _requests(line: bytes, where: str) -> Iterator[_Told]:
     try:
         session = msgspec.json.decode(line, type=Session)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is no session in Weka's format: {error}") from None
     size = session.block_size
     if not 1 <= size <= min(CHUNK_TOKENS, BLOCK_TOKENS_MAX) or CHUNK_TOKENS % size:
@@ -122,15 +132,17 @@ def _list(rows: list[Row], begin_s: float, chunker: Chunker, size: int, where: s
 
 def _decoded(before: list[int], row: Row, size: int, place: str) -> list[int]:
     if not 0 <= row.keep <= len(before):
-        raise ConfigError(f"{place} keeps {row.keep} blocks of a request that has {len(before)}: the trace has a hole")
-    if any(first < 0 or not 0 <= length <= BLOCKS_MAX for first, length in row.add):
+        raise ConfigError(
+            f"{place} keeps {told(str(row.keep))} blocks of a request that has {len(before)}: the trace has a hole"
+        )
+    if any(not 0 <= first < BLOCK_IDS or not 0 <= length <= BLOCKS_MAX for first, length in row.add):
         raise ConfigError(f"{place} adds a run that cannot be")
+    held = row.keep + sum(length for _, length in row.add)
+    if not -size < row.input_tokens - held * size < size:
+        raise ConfigError(
+            f"{place} has {row.input_tokens:,} input tokens and {held:,} blocks of {size}: the trace has a hole"
+        )
     blocks = before[: row.keep]
     for first, length in row.add:
         blocks.extend(range(first, first + length))
-    rest = row.input_tokens - len(blocks) * size
-    if not -size < rest < size:
-        raise ConfigError(
-            f"{place} has {row.input_tokens:,} input tokens and {len(blocks)} blocks of {size}: the trace has a hole"
-        )
     return blocks

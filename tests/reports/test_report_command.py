@@ -42,6 +42,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (["breakeven", "--model", "Llama-3.1-8"], "did you mean 'Llama-3.1-8B'"),
         (["breakeven", "--host", "H101"], "did you mean"),
         (["breakeven", "--tier", "100G RMDA"], "did you mean '100G RDMA'"),
+        (["breakeven", "--tier", "hst memory"], "did you mean 'host memory (DMA)'"),
+        (["breakeven", "--model", "all", "--model", "mine"], "unknown model 'mine'"),
+        (["breakeven", "--out", "x" * 300], "File name too long"),
+        (["breakeven", "--out", "r\udcff"], "'r\\udcff' is no UTF-8 text"),
         (["breakeven", "--load", "1.5"], "--load takes a number from 0 to 0.99"),
         (["breakeven", "--hits", "nan"], "--hits takes a number"),
         (["breakeven", "--block-tokens", "0"], "--block-tokens takes a whole number"),
@@ -53,6 +57,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (["trace", "--tier", "S3=much"], "much"),
         (["trace", "--limit", "0"], "--limit takes a whole number"),
         (["trace", "--load", "-1"], "--load takes a number"),
+        (["trace", "--trace", f"generated:{'9' * 5000}"], "is no whole number: write generated:7"),
+        (["trace", "--trace", "generated:7", "--seed", "8"], "name two seeds: which one counts?"),
+        (["goodput", "--limit", "1", "--slo", "ttft:1"], "all requests of generated arrive at once"),
         (["goodput", "--slo", "tftt:200"], "did you mean 'ttft'"),
         (["trace", "--tier", "host memory (DMA)=8GiB", "--tier", "S3=1KB"], "cannot hold one chunk of 512 tokens"),
         (["goodput", "--slo", "ttft"], "has no colon"),
@@ -92,6 +99,31 @@ def test_a_folder_that_exists_is_refused_and_force_replaces_reports_only(
     capsys.readouterr()
     assert "no part of a report" in refused("breakeven", "--out", "mine", "--force")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "added by hand"
+
+
+def test_a_folder_that_cannot_be_moved_away_is_not_replaced(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found out when the report was done: a mount point is busy, a working folder would be a removed one."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to("mine")
+    assert "it cannot be replaced" in refused("breakeven", "--out", "link", "--force")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert "it cannot be replaced" in refused("breakeven", "--out", ".", "--force")
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mount")
+    (tmp_path / "mine" / "mount").mkdir()
+    assert "it cannot be replaced" in refused("breakeven", "--out", "mount", "--force")
+
+
+@pytest.mark.parametrize("words", [["breakeven", "--parameters"], ["ladder", "--zoo"]])
+def test_a_file_without_end_is_not_read_to_its_end(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """As /dev/zero is one, which says that it has no bytes."""
+    (tmp_path / "long").write_bytes(bytes(2 << 20))
+    monkeypatch.setattr("kvcore.reports.parameters.FILE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("kvcore.reports.kinds.results.FILE_BYTES_MAX", 1 << 20)
+    assert "long is larger than 1 MiB" in refused(*words, "long")
 
 
 def test_a_place_that_cannot_be_written_is_refused(refused: Refused, tmp_path: Path) -> None:

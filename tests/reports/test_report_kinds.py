@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import msgspec
 import pytest
 
 from kvcore.errors import ConfigError
-from kvcore.reports import parameters
+from kvcore.reports import parameters, traces
 from kvcore.reports.kinds import breakeven, compare, goodput, ladder, replay, trace
-from kvcore.reports.page import Report, Work, write
+from kvcore.reports.page import Column, Report, Table, Work, provenance, write
 from kvcore.reports.serving import Policy, ServingResult, Setting
 from kvcore.reports.slo import parse_slo
-from kvcore.reports.traces import Trace
+from kvcore.reports.traces import Request, Trace
 
 RESULTS = Path(__file__).with_name("pages") / "results"
 MADE = {"command": "kvcore report", "seed": None, "commit": "c", "changed": False, "versions": {"kvcore": "0"}}
@@ -66,6 +67,13 @@ def test_host_memory_has_the_link_of_its_gpu() -> None:
     assert [row["bandwidth_Bps"] for row in rows] == [51e9, 26e9]
 
 
+def test_one_thing_under_two_names_is_computed_once() -> None:
+    tiers = ("host memory (DMA)", "HOST MEMORY (dma)", "host memory", "host memory (KERNEL)")
+    report = asked(models=("Llama-3.1-8B", "llama-3.1-8b"), hosts=("H100", "H100-SXM"), tiers=tiers)
+    assert [row["tier"] for row in report.tables[0].rows] == ["host memory (DMA)", "host memory (kernel)"]
+    assert report.verdict[0].count("load from") == 2
+
+
 # ---- ladder
 
 
@@ -96,6 +104,33 @@ def test_what_failed_makes_the_report_bad(part: str, fields: dict[str, Any], tol
     report = ladder.build(bad)
     assert report.good is False
     assert any(told in sentence for sentence in report.verdict)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("ladder", {"rungs": [ladder.Rung("3", "hot", "fail")]}),
+        ("ladder", {"rungs": [ladder.Rung("3", "hot", "pass", mismatches=1)]}),
+        ("swarm", {"failures": 1}),
+    ],
+)
+def test_a_verdict_is_not_better_than_its_figures(part: str, fields: dict[str, Any]) -> None:
+    """A file that says "pass" beside a failure is one of another version, or was edited."""
+    report = ladder.build(ladder_files(**{"zoo": {"verdict": "pass"}, part: {"verdict": "pass", **fields}}))
+    assert report.good is False
+    assert any(
+        told in " ".join(report.verdict) for told in ("does not hold: rung 3 failed", "found something in 1 seed")
+    )
+
+
+def test_a_zoo_that_caught_nothing_has_no_median_and_one_without_bugs_no_matrix() -> None:
+    files = ladder_files()
+    assert files.zoo is not None
+    free = [mutant for mutant in files.zoo.mutants if not mutant.caught and mutant.kind != "safe"]
+    report = ladder.build(ladder_files(zoo={"mutants": free, "first_catch_median": 0.0, "problems": []}))
+    assert report.verdict[2] == "0 of 3 planted bugs are caught."
+    safe = [mutant for mutant in files.zoo.mutants if mutant.kind == "safe"]
+    assert [chart.kind for chart in ladder.build(ladder_files(zoo={"mutants": safe})).charts] == ["bars"]
 
 
 def test_what_was_not_given_is_said() -> None:
@@ -148,6 +183,36 @@ def test_a_report_is_the_same_as_itself(tmp_path: Path) -> None:
     assert "are the same" in report.verdict[1]
 
 
+def test_a_break_even_where_there_was_none_is_a_change_and_so_is_a_verdict(tmp_path: Path) -> None:
+    columns = (Column("tier", "Tier"), Column("from", "Load from", "count"), Column("ok", "Verdict", "verdict"))
+    for name, tokens, verdict in (("a", None, "missed"), ("b", 320, "met")):
+        rows = [{"tier": "S3", "from": tokens, "ok": verdict}]
+        table = Table("t", "T", columns, rows, ("tier",))
+        write(Report("breakeven", "t", ("v",), tables=(table,)), tmp_path / name, provenance(None))
+    report = compare.build(tmp_path / "a", tmp_path / "b")
+    figures = {row["column"]: (row["before"], row["after"], row["ratio"]) for row in report.tables[0].rows}
+    assert figures == {"Load from": (None, 320, None), "Verdict": ("missed", "met", None)}
+    assert report.verdict[1] == "2 of 2 figures changed."
+
+
+def test_figures_without_a_ratio_that_means_anything_have_none(tmp_path: Path) -> None:
+    columns = (Column("at", "At"), Column("x", "X", "number"))
+    for name, value in (("a", 5e-324), ("b", 1e308)):
+        rows = [{"at": "tiny", "x": value}, {"at": "zero", "x": 0 if name == "a" else 1}]
+        table = Table("t", "T", columns, rows, ("at",))
+        write(Report("breakeven", "t", ("v",), tables=(table,)), tmp_path / name, provenance(None))
+    report = compare.build(tmp_path / "a", tmp_path / "b")
+    assert [row["ratio"] for row in report.tables[0].rows] == [None, None]
+    assert report.charts == ()
+
+
+@pytest.mark.parametrize("text", ['{"schema": 1, "tables": [NaN]}', '{"schema": 1, "tables": [1e999]}', "[" * 100_000])
+def test_a_report_with_what_is_no_number_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ConfigError, match="is no report"):
+        compare.build(tmp_path, tmp_path)
+
+
 def test_reports_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
     for name, kind in (("a", "trace"), ("b", "ladder")):
         (tmp_path / name).mkdir()
@@ -195,6 +260,24 @@ def test_a_cache_that_loses_to_none_is_called_so() -> None:
     times = [row["ttft_mean_s"] for row in report.tables[0].rows]
     worse = times[1] > times[0] * 1.01  # type: ignore[operator]
     assert ("MORE: do not cache" in report.verdict[-1]) == worse
+
+
+def test_requests_that_nobody_could_serve_are_said_and_no_mean_hides_them() -> None:
+    long = Trace("long", 512, (Request(0, 512, 1, (0,)), Request(1, 10**8, 1, tuple(range(1, 195_314)))))
+    served = replace(prepared(policies=(Policy.NEVER,)), trace=long)
+    _, mean, failed = trace.build(served, quiet()).verdict
+    assert mean.startswith("Mean TTFT at 1 times the trace's rate: no cache ")
+    assert failed == "Not served, of 2 requests: no cache 1."
+
+
+def test_loads_that_are_nearly_the_same_have_two_names() -> None:
+    cells = prepared(loads=(1.0000001, 1.0000002), policies=(Policy.NEVER,)).cells
+    assert list(cells) == ["no cache, load 1.0000001", "no cache, load 1.0000002"]
+
+
+def test_the_seed_that_a_trace_names_is_the_seed_of_the_report() -> None:
+    assert traces.named_seed("generated:7", 3) == 7
+    assert traces.named_seed("generated", 3) == traces.named_seed("mine:7", 3) == 3
 
 
 def test_evictions_make_cells_of_their_own_but_not_without_a_cache() -> None:

@@ -89,11 +89,18 @@ def test_the_page_has_the_table_the_picture_and_what_cannot_be_compared(written,
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("no json", "is no JSON"),
+        ("no json", "JSON is malformed"),
         ({"schema": 1, "figures": {}}, "no comparison of schema 2"),
-        ([], "no comparison of schema 2"),
-        ({"schema": 2, "figures": {"a": {}}}, "no whole comparison"),
-        (tree(a={"bar": 1}), "no whole comparison"),
+        ([], "got `array`"),
+        ({"schema": 2, "figures": {"a": {}}}, "missing required field"),
+        (tree(a={"bar": 1}), "missing required field"),
+        (tree(), "Expected `object` of length >= 1"),
+        (tree(a=figure(1.0, 4.0, what=["a list"])), r"at `\$.figures\[...\].what`"),
+        (tree(a={**figure(1.0, 4.0), "advantage": -1}), r"Expected `float` > 0.0 - at `\$.figures\[...\].advantage`"),
+        (tree(a={**figure(1.0, 4.0), "advantage": 1e308}), "<= 1000000000.0"),
+        (tree(a={**figure(1.0, 4.0), "advantage": float("nan")}), "JSON is malformed"),
+        (tree(a=figure(float("inf"), 4.0)), "JSON is malformed"),
+        ({**tree(a=figure(1.0, 4.0)), "machine": {"load": float("inf")}}, "JSON is malformed"),
     ],
 )
 def test_a_file_that_is_none_is_refused(written, value, says):

@@ -14,7 +14,8 @@ import pytest
 
 from kvcore.cli import BAD, main
 from kvcore.reports.kinds import ladder
-from kvcore.reports.page import Report, folder, provenance, read_report, write
+from kvcore.reports.page import Bars, Lines, Mark, Matrix, Report, Series, folder, provenance, read_report, write
+from kvcore.reports.page.png import draw
 from kvcore.reports.page.work import say_on_stderr
 
 SWARM = Path(__file__).with_name("pages") / "results" / "swarm.json"
@@ -134,6 +135,16 @@ def test_a_verdict_that_cannot_be_printed_is_in_the_report(
         monkeypatch.undo()
     told = "cannot print the verdict (No space left on device); the report is in r"
     assert capsys.readouterr().err.splitlines()[-1] == f"kvcore report: OutOfRoomError: {told}"
+
+
+def test_names_are_nobodys_formulas(tmp_path: Path) -> None:
+    """matplotlib reads one between two dollar signs, and the work was done when it could not."""
+    name = r"$x_{$\frac"
+    lines = Lines("lines", name, name, name, (Series(name, (1, 2), (1, 2)),), x_log=True, marks=(Mark(1, name),))
+    bars = Bars("bars", name, name, (name,), (1.0,))
+    matrix = Matrix("matrix", name, (name,), (name,), ((1.0,),))
+    for chart in (lines, bars, matrix):
+        assert (tmp_path / draw(chart, tmp_path / f"{chart.name}.png")).stat().st_size > 0
 
 
 def test_progress_that_nobody_can_hear_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def test_a_gzip_file_is_read_as_well(tmp_path: Path) -> None:
         ([row(0, 512, [0]), row(1, 10**25, [1])], "input tokens: from 1 to"),
         ([row(0, 512, [0]), row(1, 512, [-1])], "has the block id -1"),
         ([row(0, 512, [2**64])], "has the block id 18446744073709551616"),
+        ([row(0, 512, [10**400])], f"has the block id 1{39 * '0'}...: ids are from 0"),
         ([], "no requests"),
     ],
 )
@@ -94,6 +96,21 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
 def test_a_hole_says_which_line(tmp_path: Path) -> None:
     file = mooncake(tmp_path, [row(0, 1024, [0, 1]), row(1, 2048, [0, 1, 2]), row(2, 512, [0])])
     assert "line 2 has 3 hash_ids for 2,048 input tokens" in refused(file)
+
+
+def test_a_compressed_line_without_end_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file may be larger than any memory when it is unpacked."""
+    monkeypatch.setattr(traces, "LINE_BYTES_MAX", 1 << 20)
+    file = tmp_path / "zeros.jsonl.gz"
+    file.write_bytes(gzip.compress(bytes(3 << 20)))
+    assert "line 1 is longer than 1 MiB" in refused(file)
+
+
+def test_what_is_no_file_is_called_by_its_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no file but a folder" in refused(tmp_path)
+    assert "is no file but a device or a pipe" in refused(tmp_path / "pipe")
+    assert "there is no file" in refused(tmp_path / ("x" * 5000))
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -175,6 +192,9 @@ def test_the_leap_day_counts(tmp_path: Path) -> None:
         (AZURE + "yesterday,1,1\n", "line 2"),
         (AZURE + "2024-01-01 00:00:00,-1,1\n", "line 2 has -1 input tokens"),
         (AZURE + "2024-01-01 00:00:00,1,99999999999\n", "output tokens: from 0 to"),
+        (AZURE + f"2024-01-01 00:00:00,1{5000 * '0'},1\n", "line 2 is no request"),
+        (AZURE + "2024-13-01 00:00:00,1,1\n", "line 2 is no request"),
+        (AZURE + "2024-01-01 24:00:00,1,1\n", "line 2 is no request"),
         (AZURE + "2024-01-01 00:00:09,1,1\n2024-01-01 00:00:00,1,1\n", "sort the file by time"),
     ],
 )
@@ -232,6 +252,9 @@ def test_a_prompt_may_name_its_whole_blocks_only(tmp_path: Path) -> None:
         ([ask(0, 512, 0, [[0, 2]])], 64, "hole"),
         ([ask(0, 512, 0, [[-1, 8]])], 64, "run that cannot be"),
         ([ask(0, 512, 0, [[0, 10**12]])], 64, "run that cannot be"),
+        ([ask(0, 512, 0, [[0, 6_250_000]] * 1000)], 64, "6,250,000,000 blocks of 64: the trace has a hole"),
+        ([ask(0, 512, 0, [[10**400, 8]])], 64, "run that cannot be"),
+        ([ask(0, 512, 10**400, [])], 64, "000... blocks of a request that has 0"),
         ([ask(-1, 512, 0, [[0, 8]])], 64, "at -1 s"),
         ([ask(0, 0, 0, [])], 64, "0 input tokens"),
         ([ask(0, -5, 0, [[0, 2]])], 64, "-5 input tokens: from 1 to"),
@@ -240,6 +263,13 @@ def test_a_prompt_may_name_its_whole_blocks_only(tmp_path: Path) -> None:
 )
 def test_a_broken_session_is_refused(session: list[dict[str, Any]], size: int, words: str, tmp_path: Path) -> None:
     assert words in refused(weka(tmp_path, [session], size))
+
+
+def test_subagents_without_end_are_no_session(tmp_path: Path) -> None:
+    file = weka(tmp_path, [])
+    opened = '{"t": 0, "type": "subagent", "requests": ['
+    file.write_text('{"block_size": 64, "requests": [' + 3000 * opened + 3000 * "]}" + "]}\n")
+    assert "line 1 is no session in Weka's format" in refused(file)
 
 
 def test_sessions_overlap_in_time_and_come_out_in_order(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import re
 import subprocess
@@ -178,6 +179,16 @@ def test_a_full_disk_under_standard_output_is_one_line(words: list[str], name: s
 
 def test_a_standard_output_that_was_closed_before_takes_everything() -> None:
     assert printed_to(LITTLE, ">&-") == (cli.DONE, "")
+
+
+def test_a_letter_that_the_terminal_does_not_have_is_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=lambda arguments: print("für") or cli.DONE, command="tried")
+    monkeypatch.setattr(cli, "command_line", lambda: parser)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main([]) == cli.DONE
+    assert written.getvalue() == b"f\\xfcr\n"
 
 
 def test_a_full_disk_elsewhere_is_named_and_what_was_printed_arrives(
