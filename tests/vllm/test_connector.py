@@ -333,7 +333,7 @@ class Unlucky(KVConnectorBase_V1, SupportsHMA):
 def test_what_another_connector_did_not_bring_is_not_stored() -> None:
     """S38: it fails in the very step that computes on; the next pass hears of these prompts from us alone."""
     children = [
-        {"kv_connector": "Unlucky", "kv_connector_module_path": __name__, "kv_role": "kv_both"},
+        {"kv_connector": Unlucky.__name__, "kv_connector_module_path": __name__, "kv_role": "kv_both"},
         {**transfer(**IN_PROCESS), "kv_role": "kv_both"},
     ]
     with closing(Engine(CASE, connectors=children)) as engine:
