@@ -23,7 +23,7 @@ Who holds: `PagedKV` keeps the engine's tensors referenced as long as anybody us
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.device.formats import COUNTS, Container, EngineKVFormat, KVLayout, LayoutHints
@@ -358,9 +358,3 @@ def _plane(view: Tensor, token_axis: int | None) -> Plane:
         raise ConfigError(f"a KV tensor of shape {tuple(view.shape)}, strides {view.stride()}: {error}") from error
     assert plane.share_bytes * view.shape[0] == view.numel() * itemsize, "a plane that forgets bytes"
     return plane
-
-
-def single_layer(kv: PagedKV, layer: int) -> PagedKV:
-    """One layer of `kv` as a group of its own."""
-    planes, _ = kv.planes_of_layer(layer, 1)
-    return replace(kv, layout=replace(kv.layout, num_layers=1), layers=(kv.layers[layer],), planes=planes)

@@ -81,12 +81,6 @@ class Plane:
         """Bytes of one block in this plane."""
         return self.outer_count * self.tokens * self.run_bytes
 
-    @property
-    def reach_bytes(self) -> int:
-        """From a block's first byte to behind its last."""
-        outer = (self.outer_count - 1) * self.outer_stride_bytes
-        return outer + (self.tokens - 1) * self.token_stride_bytes + self.run_bytes
-
     def address(self, block: int, outer: int = 0, token: int = 0) -> int:
         """Of the run's first byte."""
         assert 0 <= outer < self.outer_count

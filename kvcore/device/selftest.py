@@ -13,30 +13,23 @@ each other are alike:
 The engine's bytes are kept before and put back after, whatever happens; at registration nobody computes. A difference
 raises InternalError with its place: two layouts that were mixed up, or a broken mover. Serving must not begin.
 
-The connector runs the same steps through its copy engine (`connectors/page_check.py`).
+The steps are only named here: the connector carries them out, by its copy engine (`connectors/page_check.py`).
 
 Who holds: the engine its blocks. The call returns when all is back in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from kvcore.device import reference
 from kvcore.device.discover import PagedKV
 from kvcore.device.paged import Direction
 from kvcore.device.planes import sample_blocks
 from kvcore.device.reference import import_torch
 from kvcore.errors import InternalError
-
-if TYPE_CHECKING:
-    import torch
-
-Gather: TypeAlias = Callable[[PagedKV, Any, Sequence["torch.Tensor"]], None]
-Scatter: TypeAlias = Callable[[PagedKV, Any, Sequence["torch.Tensor"], Sequence[int] | None], None]
 
 _POISON = 0xA5
 
@@ -51,21 +44,11 @@ class Step:
     skip_tokens: list[int] | None = None
 
 
-def check_round_trip(kv: PagedKV, gather: Gather = reference.gather, scatter: Scatter = reference.scatter) -> None:
-    """See the module text. `gather` and `scatter` return when the bytes are in place, or order them on torch's stream.
-
-    Raises InternalError.
-    """
-    with closing(steps(kv)) as moves:
-        for step in moves:
-            if step.direction is Direction.GATHER:
-                gather(kv, step.rows, step.chunks)
-            else:
-                scatter(kv, step.rows, step.chunks, step.skip_tokens)
-
-
 def steps(kv: PagedKV) -> Generator[Step]:
-    """The moves of the round trip, each to be carried out before the next is asked for. Close it, whatever happens."""
+    """The moves of the round trip, each to be carried out before the next is asked for. Close it, whatever happens.
+
+    Raises InternalError where a move has not done what it was asked for.
+    """
     blocks = sample_blocks(kv.layout.num_blocks)
     beside = sorted({block + step for block in blocks for step in (-1, 1)} - set(blocks))
     beside = [block for block in beside if 0 <= block < kv.layout.num_blocks]

@@ -161,7 +161,7 @@ def pages_of(planes: Sequence[Plane], num_blocks: int, block_tokens: int, seed: 
     source = np.random.default_rng(seed)
     memory, views, placed = [], [], []
     for plane in planes:
-        size = (num_blocks - 1) * plane.block_stride_bytes + plane.reach_bytes
+        size = (num_blocks - 1) * plane.block_stride_bytes + _reach_bytes(plane)
         memory.append(Memory(size, plane.base))
         memory[-1].bytes[:] = source.integers(0, 256, size, np.uint8)
         shape = (num_blocks, plane.outer_count, plane.tokens, plane.run_bytes)
@@ -169,6 +169,11 @@ def pages_of(planes: Sequence[Plane], num_blocks: int, block_tokens: int, seed: 
         views.append(np.lib.stride_tricks.as_strided(memory[-1].bytes, shape, strides))
         placed.append(_at(plane, memory[-1].address))
     return Pages(KVPlanes(tuple(placed), num_blocks, block_tokens), memory, views)
+
+
+def _reach_bytes(plane: Plane) -> int:
+    """From a block's first byte to behind its last."""
+    return plane.address(0, plane.outer_count - 1, plane.tokens - 1) - plane.address(0) + plane.run_bytes
 
 
 def _at(plane: Plane, base: int) -> Plane:

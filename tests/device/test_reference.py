@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format, single_layer
+from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
 from kvcore.device.examples import EXAMPLES, Example, Shape, build
 from kvcore.device.planes import Plane
 from kvcore.device.reference import gather, scatter
@@ -177,7 +178,9 @@ def test_layer_after_layer_gives_the_same_chunk() -> None:
     for layer in range(3):
         planes, offset = kv.planes_of_layer(layer, 2)
         end = offset + planes.chunk_bytes(2)
-        gather(single_layer(kv, layer), rows, [chunk[offset:end] for chunk in pieces])
+        layout = replace(kv.layout, num_layers=1)
+        alone = replace(kv, layout=layout, layers=(kv.layers[layer],), planes=kv.planes_of_layer(layer, 1)[0])
+        gather(alone, rows, [chunk[offset:end] for chunk in pieces])
     assert all(map(torch.equal, whole, pieces))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from kvcore.device import reference
 from kvcore.device.discover import PagedKV, normalize_kv_and_discover_format
 from kvcore.device.examples import EXAMPLES, Shape, build
+from kvcore.device.paged import Direction
 from kvcore.device.planes import sample_blocks
-from kvcore.device.selftest import check_round_trip
+from kvcore.device.selftest import steps
 from kvcore.errors import InternalError
 
 
@@ -29,6 +31,16 @@ def found(name: str, shape: Shape) -> PagedKV:
 def memory(kv: PagedKV) -> list[bytes]:
     stores = [part.untyped_storage() for part in kv.parts]
     return [ctypes.string_at(store.data_ptr(), store.nbytes()) for store in stores]
+
+
+def check_round_trip(kv: PagedKV, gather: Any = reference.gather, scatter: Any = reference.scatter) -> None:
+    """All steps, by movers that are done when they return."""
+    with closing(steps(kv)) as moves:
+        for step in moves:
+            if step.direction is Direction.GATHER:
+                gather(kv, step.rows, step.chunks)
+            else:
+                scatter(kv, step.rows, step.chunks, step.skip_tokens)
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(blocks=1, tokens=1, heads=1, size=1), Shape(blocks=2, dtype="uint8")])
