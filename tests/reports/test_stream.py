@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.reports.breakeven import LineLoad
+from kvcore.reports.cost import load_terms, prefill_terms
+from kvcore.reports.parameters import builtin
 from kvcore.reports.prefill import PrefillTerms
 from kvcore.reports.stream import Requests, finite, hits_floor, load_range, stream
+from kvcore.reports.tier import host_memory
 
 PREFILL = PrefillTerms(0.0, 1e-4, 0.0)  # 1 s for 10,000 tokens
 FAST, SLOW = LineLoad(0.01, 1e-6), LineLoad(0.01, 3e-4)
@@ -27,6 +30,17 @@ def test_without_hits_nothing_changes_but_the_lookups() -> None:
     at = stream(PREFILL, FAST, Requests(9000, 1000, hits=0.0, load=0.5, lookup_s=0.003))
     assert at.always_s == pytest.approx(at.never_s + 0.003)
     assert at.capacity == pytest.approx(1.0)
+
+
+def test_without_hits_loading_wins_at_no_load() -> None:
+    """Both ways are one figure then, but for the last bit: rounding made loading win at loads in between."""
+    known = builtin()
+    for model in known.models.values():
+        for host in (known.host("H100").replica(8), known.host("A10").replica(3)):
+            load = load_terms(model, host_memory(host), gpus=host.gpus)
+            for prefix, rest in ((1, 4), (17, 1), (8192, 512), (10_000, 333)):
+                asked = Requests(prefix, rest, hits=0.0, load=0.0)
+                assert load_range(prefill_terms(model, host), load, asked) is None, (model.name, host.gpu, prefix)
 
 
 def test_half_of_the_work_spared_doubles_what_the_gpu_can_take() -> None:

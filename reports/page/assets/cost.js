@@ -155,7 +155,7 @@ const Cost = (() => {
 
   function wins(prefill, load, requests) {
     const at = stream(prefill, load, requests);
-    return at.always < at.never;
+    return at.always * (1 + TIE) < at.never;
   }
 
   function hitsFloor(prefill, load, requests) {
