@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_folder(folder, arguments.force)
     work = Work()
     report: Report = arguments.build(arguments, work)
-    kept = keep(report, folder, provenance(report.seed, arguments.words))
+    kept = keep(report, folder, provenance(report.seed, arguments.words), arguments.force)
     try:
         _print(report, kept)
     finally:  # also where nobody reads the verdict
@@ -93,7 +93,7 @@ def _print(report: Report, kept: Kept) -> None:
 
 def _what_to_do(kept: Kept) -> str:
     if kept.folder:
-        return f"the report is in {kept.folder}: move it to where there is room"
+        return f"the report is in {kept.folder}: move it from there"
     return "only the verdict is left: make room, then run it again"
 
 

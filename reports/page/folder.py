@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 1. `check_folder` before any work: a folder that exists is refused. `--force` takes an empty one, or one that holds a
    report (a `report.json` with our schema) and nothing beside the files that it names: nothing of anybody else's is
-   ever removed. Whether there is a place to write is tried, not asked: for root every folder looks writable.
+   ever removed. Whether there is a place to write is tried, not asked: for root every folder looks writable. The same
+   is asked once more when the report is there to be moved: hours may have gone by.
 2. Everything is written into a sibling folder first and moved into place at the end, so that a reader never finds half
    a report, and a failed write leaves the old one as it was. Who frees: `write` removes the sibling on every path.
 3. A disk may fill up, or the place vanish, while the work is done. `keep` then writes into the temporary folder of this
@@ -114,10 +115,12 @@ def read_report(path: Path) -> dict[str, Any]:
     return tree
 
 
-def keep(report: Report, path: Path, provenance: Mapping[str, Any]) -> Kept:
+def keep(report: Report, path: Path, provenance: Mapping[str, Any], force: bool) -> Kept:
     """Write the whole folder, or the same somewhere else where it cannot be written any more."""
     try:
-        return Kept(path, write(report, path, provenance))
+        return Kept(path, write(report, path, provenance, force))
+    except ConfigError as error:
+        trouble = str(error)
     except OSError as error:
         trouble = f"cannot write {path}: {error.strerror or error}"
     try:
@@ -131,14 +134,18 @@ def keep(report: Report, path: Path, provenance: Mapping[str, Any]) -> Kept:
         return Kept(None, [], f"{trouble}, nor into {spare} ({error.strerror or error})")
 
 
-def write(report: Report, path: Path, provenance: Mapping[str, Any]) -> list[str]:
-    """Write the whole folder; the names of its files. OSError where that fails: then what was there is there still."""
+def write(report: Report, path: Path, provenance: Mapping[str, Any], force: bool = False) -> list[str]:
+    """Write the whole folder; the names of its files.
+
+    OSError where it cannot be written, ConfigError where it may not be: then what was there is there still.
+    """
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=_prefix(path)))
     try:
         new = beside / "new"
         new.mkdir()
         files = _fill(report, new, provenance)
+        check_folder(path, force)
         _replace(path, new, beside / "old")
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # whether that works or not: the report is in place, or it is not

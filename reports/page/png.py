@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def draw(chart: Chart, path: Path) -> str:
         _bars(axes, chart)
     else:
         _matrix(axes, chart)
-    figure.savefig(path, dpi=DPI if tall < TALL_INCHES else DPI_TALL, metadata={"Software": "kvcore"})
+    with warnings.catch_warnings():  # a box in the picture; the page has the letters of all languages
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(path, dpi=DPI if tall < TALL_INCHES else DPI_TALL, metadata={"Software": "kvcore"})
     return path.name
 
 

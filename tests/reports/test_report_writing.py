@@ -61,7 +61,7 @@ def test_a_report_whose_disk_is_full_is_kept_elsewhere(
     assert main(["report", "trace", "--limit", "12", "--out", "r"]) == BAD
     said = capsys.readouterr()
     (kept,) = (here.parent / "spare").glob("kvcore-report-*/trace")
-    last = f"cannot write r: No space left on device; the report is in {kept}: move it to where there is room"
+    last = f"cannot write r: No space left on device; the report is in {kept}: move it from there"
     assert said.err.splitlines()[-1] == f"kvcore report: {last}"
     assert said.out.splitlines()[-1] == f"{kept / 'index.html'} (6 files)"
     assert read_report(kept)["verdict"][0] in said.out
@@ -104,9 +104,28 @@ def test_what_comes_while_the_new_report_takes_its_place_leaves_the_old_one(
 
     monkeypatch.setattr(Path, "rename", renamed)
     with pytest.raises(type(error)):
-        write(Report("compare", "new", ("v",)), here / "r", provenance(None))
+        write(Report("compare", "new", ("v",)), here / "r", provenance(None), force=True)
     assert read_report(here / "r")["title"] == "old"
     assert [path.name for path in here.iterdir()] == ["r"]
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_what_somebody_put_there_meanwhile_stays(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: list[str]
+) -> None:
+    """It was taken out of the way and removed, asked for or not."""
+    build = ladder.build
+
+    def meanwhile(files: ladder.Files) -> Report:
+        (here / "r").mkdir()
+        (here / "r" / "thesis.txt").write_text("ten years")
+        return build(files)
+
+    monkeypatch.setattr(ladder, "build", meanwhile)
+    assert main(["report", "ladder", "--swarm", str(SWARM), "--out", "r", *force]) == BAD
+    assert (here / "r" / "thesis.txt").read_text() == "ten years"
+    (kept,) = (here.parent / "spare").glob("kvcore-report-*/ladder")
+    assert capsys.readouterr().err.endswith(f"the report is in {kept}: move it from there\n")
 
 
 def test_a_folder_whose_parent_has_become_something_else_is_no_traceback(
@@ -139,7 +158,7 @@ def test_a_verdict_that_cannot_be_printed_is_in_the_report(
 
 def test_names_are_nobodys_formulas(tmp_path: Path) -> None:
     """matplotlib reads one between two dollar signs, and the work was done when it could not."""
-    name = r"$x_{$\frac"
+    name = r"$x_{$\frac 日本"  # nor is a letter that its font lacks a reason to warn
     lines = Lines("lines", name, name, name, (Series(name, (1, 2), (1, 2)),), x_log=True, marks=(Mark(1, name),))
     bars = Bars("bars", name, name, (name,), (1.0,))
     matrix = Matrix("matrix", name, (name,), (name,), ((1.0,),))
