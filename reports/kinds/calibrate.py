@@ -73,7 +73,7 @@ def checked(prefixes: tuple[int, ...] | None, rest: int, rounds: int, store: Pat
     for prefix in chosen:
         if prefix % CHUNK_TOKENS:
             raise ConfigError(f"--prefix {prefix} is no multiple of {CHUNK_TOKENS}: only whole chunks are loaded")
-    longest = max(chosen, default=0) + rest
+    longest = max(chosen, default=CHUNK_TOKENS) + rest
     if longest > tokens_max() or not chosen:
         raise ConfigError(f"prefix and rest together may have {tokens_max()} tokens with this engine, not {longest}")
     return Ask(chosen, rest, rounds, None if store is None else _checked_store(store), seed)
@@ -208,7 +208,8 @@ def _from(tokens: int | None) -> str:
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """The break-even of a tier in whole chunks, since nothing else is ever loaded; None: at no length tried. `low` and
-    `high`: with loaded requests faster and slower by `bar`. `shortest`: a measured one may be anywhere below."""
+    `high`: with loaded requests faster and slower by `bar`. `shortest` and `longest`: of the lengths that were tried;
+    below and beyond them nobody has looked."""
 
     tier: Way
     predicted: int | None
@@ -217,12 +218,15 @@ class Crossing:
     measured: int | None
     bar: float
     shortest: int
+    longest: int
 
     @property
     def holds(self) -> bool:
-        """A measured one between low and high."""
-        found, low, high = (math.inf if at is None else at for at in (self.measured, self.low, self.high))
-        return low <= found <= max(high, self.shortest)
+        """A measured one between low and high; where there is none, high is beyond what was tried."""
+        low, high = (math.inf if at is None else at for at in (self.low, self.high))
+        if self.measured is None:
+            return high > self.longest
+        return low <= self.measured <= max(high, self.shortest)
 
 
 def _crossings(ask: Ask, measured: Measured) -> list[Crossing]:
@@ -234,7 +238,7 @@ def _crossing(ask: Ask, measured: Measured, tier: Way) -> Crossing:
     found = measured_break_even(_curve(measured, "recompute"), _curve(measured, tier))
     low, middle, high = (_predicted(ask, measured, tier, factor) for factor in (1 - bar, 1.0, 1 + bar))
     whole = None if found is None else math.ceil(found / CHUNK_TOKENS) * CHUNK_TOKENS
-    return Crossing(tier, middle, low, high, whole, bar, min(ask.prefixes))
+    return Crossing(tier, middle, low, high, whole, bar, min(ask.prefixes), max(ask.prefixes))
 
 
 def _predicted(ask: Ask, measured: Measured, tier: Way, load_factor: float) -> int | None:
@@ -260,7 +264,7 @@ def _break_even_table(ask: Ask, measured: Measured) -> Table:
         Column("bar", "Bar", "share", f"max({ERROR_BAR:.0%}, 2 * the median A/A spread of this tier's runs)"),
         Column("low_tokens", "Faster by the bar", "count", "predicted, with loaded requests so much faster"),
         Column("high_tokens", "Slower by the bar", "count", "predicted, with loaded requests so much slower"),
-        Column("verdict", "Verdict", "verdict", "met: the measured one lies between the last two"),
+        Column("verdict", "Verdict", "verdict", "met: the measured one may lie between the last two"),
     )
     rows: list[dict[str, Value]] = [
         {

@@ -58,6 +58,11 @@ def test_a_store_is_named_in_any_way_that_a_folder_can_be(tmp_path: Path, monkey
         assert engine.time_load("L2", 32).seconds > 0
 
 
+def test_without_a_prefix_that_fits_the_shortest_is_what_is_too_long() -> None:
+    with pytest.raises(ConfigError, match="may have 512 tokens with this engine, not 528"):
+        calibrate.checked(None, 512, 3, None, 5)
+
+
 def test_a_store_that_takes_nothing_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is no folder"):
@@ -275,5 +280,7 @@ def test_break_evens_are_compared_in_whole_chunks_and_with_what_the_bar_allows()
     never = dataclasses.replace(near, measured=None)
     assert [cross.holds for cross in (late, early, never)] == [False, False, False]
     assert dataclasses.replace(far, measured=None).holds
+    nobody_looked_so_far = dataclasses.replace(never, longest=near.low)
+    assert nobody_looked_so_far.holds
     rows = calibrate._break_even_table(ask, measured).rows
     assert [row["verdict"] for row in rows] == ["met", "met"]
