@@ -119,7 +119,8 @@ def _describe(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
                 about = abouts.get(name, "")
-                below.description = below.description or f"{about[:1].upper()}{about[1:]}."
+                end = "" if about.endswith("?") else "."
+                below.description = below.description or f"{about[:1].upper()}{about[1:]}{end}"
                 _describe(below)
 
 

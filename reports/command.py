@@ -40,7 +40,10 @@ def register(commands: Any) -> None:
 def _kind(kinds: Any, name: str, text: str, build: Any) -> Any:
     """A subcommand with what all of them have."""
     parser = kinds.add_parser(name, help=text)
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder to write (default report-{name})")
+    default = f"report-{name}"
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path(default), help=f"folder to write (default {default})"
+    )
     parser.add_argument("--force", action="store_true", help="replace the report in DIR, if one is there")
     parser.set_defaults(run=run, build=build)
     return parser
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, work, write, and say the verdict."""
     from kvcore.reports.page import Work, check_drawing, check_folder, keep, provenance
 
-    folder = arguments.out or Path(f"report-{arguments.kind}")
+    folder: Path = arguments.out
     _check_text(arguments.words)
     check_drawing()
     check_folder(folder, arguments.force)
@@ -204,6 +207,9 @@ def _add_compare(kinds: Any) -> None:
 def _compare(arguments: argparse.Namespace, work: Work) -> Report:
     from kvcore.reports.kinds import compare
 
+    for report in (arguments.before, arguments.after):
+        if arguments.out.resolve() in (report.resolve(), report.resolve().parent):
+            raise ConfigError(f"--out {arguments.out} would replace {report}, which is to be compared")
     return compare.build(arguments.before, arguments.after)
 
 

@@ -14,7 +14,7 @@ from kvcore.cli import main
 from kvcore.errors import ConfigError
 from kvcore.reports import command
 from kvcore.reports.kinds import breakeven
-from kvcore.reports.page import Report, Work, read_report
+from kvcore.reports.page import Report, Work, provenance, read_report, write
 
 RESULTS = Path(__file__).with_name("pages") / "results"
 Refused = Callable[..., str]
@@ -99,6 +99,16 @@ def test_a_folder_that_exists_is_refused_and_force_replaces_reports_only(
     capsys.readouterr()
     assert "no part of a report" in refused("breakeven", "--out", "mine", "--force")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "added by hand"
+
+
+def test_a_report_is_not_replaced_by_its_own_comparison(refused: Refused, tmp_path: Path) -> None:
+    report = Report("breakeven", "t", ("v",))
+    write(report, tmp_path / "a", provenance(None))
+    write(report, tmp_path / "report-compare", provenance(None))
+    assert "would replace a, which" in refused("compare", "a", "report-compare", "--out", "a", "--force")
+    assert "would replace report-compare/report.json" in refused(
+        "compare", "a", "report-compare/report.json", "--force"
+    )
 
 
 def test_a_folder_that_cannot_be_moved_away_is_not_replaced(
@@ -245,8 +255,6 @@ def test_data_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 
 
 def test_a_number_that_json_has_no_word_for_is_never_written(tmp_path: Path) -> None:
-    from kvcore.reports.page import write
-
     report = Report("compare", "t", ("v",), records=[{"x": float("inf")}])
     with pytest.raises(ValueError, match="not JSON compliant"):
         write(report, tmp_path / "r", {"command": ""})

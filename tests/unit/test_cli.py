@@ -60,11 +60,12 @@ def test_the_help_names_every_exit_status(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_command_has_a_help_that_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (*([name] for name in commands()), ["sim", "replay"], ["report", "breakeven"], ["store", "ls"]):
+    for words in (*([name] for name in commands()), ["sim", "replay"], ["report", "compare"], ["store", "ls"]):
         usage, about, *_ = helped(capsys, *words).split("\n\n")
         assert usage.startswith(f"usage: kvcore {' '.join(words)}")
         assert re.match(r"[A-Z](?s:.*)\w", about), words
         assert not about.startswith("options"), words
+        assert "?." not in about, words
 
 
 def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
