@@ -15,6 +15,7 @@ closed before we began takes everything and keeps nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import os
@@ -169,7 +170,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _ended(status: int, line: str) -> int:
-    print(line, file=sys.stderr)
+    """The status holds also where nobody can hear the line."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
     return status
 
 
@@ -188,11 +191,12 @@ def _nobody_reads() -> bool:
 
 
 def _forget_what_nobody_takes() -> None:
-    """What could not be printed goes nowhere: Python would try once more at its end, and complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """What could not be printed goes nowhere: Python would try once more at its end, complain, and end with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -150,9 +150,9 @@ MUCH, LITTLE = ["zoo", "--list"], ["zoo", "--list", "--only", "fence_by_request"
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
-def printed_to(words: list[str], stdout: str) -> tuple[int, str]:
-    """Exit status and standard error of a real command whose standard output the shell has redirected so."""
-    line = f'exec "$0" -m kvcore.cli "$@" {stdout}'
+def printed_to(words: list[str], where: str) -> tuple[int, str]:
+    """Exit status and standard error of a real command whose streams the shell has redirected so."""
+    line = f'exec "$0" -m kvcore.cli "$@" {where}'
     command = ["sh", "-c", line, sys.executable, *words]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=60, check=False)
     return done.returncode, done.stderr.strip()
@@ -199,6 +199,11 @@ def test_a_full_disk_elsewhere_is_named_and_what_was_printed_arrives(
     assert ending(monkeypatch, error) == cli.BAD
     said = "kvcore tried: cannot write /full/trace.json: No space left on device; make room, then run it again\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_the_status_does_not_depend_on_who_hears_the_line() -> None:
+    assert printed_to(["zoo", "--only", "no_such_mutant"], "2>/dev/full") == (cli.USAGE_ERROR, "")
 
 
 def test_an_error_of_the_system_that_may_be_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
