@@ -160,9 +160,7 @@ def build(known: Parameters, question: Question, work: Work) -> Report:
         first.host,
         first.tier,
         block_tokens=question.block_tokens,
-        rest_tokens=question.rest_tokens,
-        lookup_s=question.lookup_s,
-        sharers=question.sharers,
+        requests=replace(requests_of(first, question), sharers=question.sharers),  # for the tiers that are shared
     )
     return Report(
         "breakeven",

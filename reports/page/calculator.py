@@ -15,11 +15,11 @@ from kvcore.reports.host import Host
 from kvcore.reports.model import Model
 from kvcore.reports.page.document import Widget
 from kvcore.reports.parameters import Parameters
+from kvcore.reports.stream import Requests
 from kvcore.reports.tier import Tier, host_memory
 
 BLOCKS = (16, 32, 64, 128, 256, 512)
 GPUS = (1, 2, 4, 8, 16)
-PREFIX_START = 8192
 NOTE = (
     "The closed forms of the cost model, in your browser: nothing is sent anywhere. Idle: one request alone. Under "
     "load: requests arrive at random, GPU and link are queues whose waits grow as 1/(1 - busy). The serving simulation "
@@ -35,9 +35,7 @@ def calculator(
     tier: Tier,
     *,
     block_tokens: int,
-    rest_tokens: int,
-    lookup_s: float,
-    sharers: int,
+    requests: Requests,
 ) -> Widget:
     """The widget; the named three are chosen at first. `host` has its number of GPUs."""
     first = {
@@ -46,13 +44,13 @@ def calculator(
         "gpus": host.gpus,
         "tier": tier.name,
         "block": block_tokens,
-        "prefix": PREFIX_START,
-        "rest": rest_tokens,
+        "prefix": requests.prefix,
+        "rest": requests.rest,
         "bandwidth": tier.bytes_per_s,
-        "hits": 0.5,
-        "load": 0.5,
-        "lookup": lookup_s,
-        "sharers": sharers,
+        "hits": requests.hits,
+        "load": requests.load,
+        "lookup": requests.lookup_s,
+        "sharers": requests.sharers,
     }
     data: dict[str, Any] = {
         "models": [plain(each) for each in _with(known.models, model.name, model)],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import html
 import io
 import json
 import re
@@ -13,10 +15,9 @@ import pytest
 from kvcore.reports import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = sorted(
-    set((ROOT / "reports" / "samples").glob("*/report.json")) - {ROOT / "reports/samples/peers/report.json"}
-)
-"""The peers' stays as it was made on the day of the measurement."""
+PEERS = ROOT / "reports/samples/peers/report.json"
+"""It stays as it was made on the day of the measurement."""
+SAMPLES = sorted(set((ROOT / "reports" / "samples").glob("*/report.json")) - {PEERS})
 PAGE = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
 
 
@@ -52,3 +53,19 @@ def test_every_column_of_figures_states_its_formula(sample: Path) -> None:
     figures = [column for column in columns if column["kind"] not in ("text", "code")]
     assert [column["title"] for column in figures if not column["formula"]] == []
     assert figures
+
+
+@pytest.mark.parametrize("sample", [*SAMPLES, PEERS], ids=lambda sample: sample.parent.name)
+def test_all_forms_of_a_sample_hold_the_same(sample: Path) -> None:
+    """Each figure of the JSON in the CSV to the last digit, each sentence on the page, no file that nobody names."""
+    tree = json.loads(sample.read_text())
+    assert sorted(tree["files"]) == sorted(path.name for path in sample.parent.iterdir())
+    page = html.unescape((sample.parent / "index.html").read_text(encoding="utf-8"))
+    assert [sentence for sentence in tree["verdict"] if sentence not in page] == []
+    for number, table in enumerate(tree["tables"]):
+        name = "table.csv" if number == 0 else f"table-{table['name']}.csv"
+        with (sample.parent / name).open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        columns = [column["name"] for column in table["columns"]]
+        wanted = [{name: "" if row[name] is None else str(row[name]) for name in columns} for row in table["rows"]]
+        assert rows == wanted, name

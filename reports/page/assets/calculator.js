@@ -103,7 +103,8 @@ function solve(data, state) {
   const host = { ...named(data.hosts, state.host), gpus };
   const tier = { ...tierOf(data, state.tier, state.host), bytes_per_s: state.bandwidth };
   const prefill = Cost.prefillTerms(model, host), load = Cost.loadTerms(model, tier, block, gpus, state.lookup);
-  const { prefix, rest } = state, at = Cost.stream(prefill, load, state);
+  const requests = { ...state, sharers: tier.per_gpu ? 1 : state.sharers };  // nobody shares a GPU's own link
+  const { prefix, rest } = state, at = Cost.stream(prefill, load, requests);
   return {
     model, host, prefill, load, at,
     recompute: host.request_s + prefill.seconds(prefix + rest),
@@ -112,8 +113,8 @@ function solve(data, state) {
     threshold: Cost.breakEven(prefill, load, rest, block),
     busyThreshold: Cost.breakEven(prefill, load, rest, block, { gpu: at.gpu, link: at.link }),
     minimum: Cost.marginalBandwidth(model, host),
-    hitsFloor: Cost.hitsFloor(prefill, load, state),
-    loads: Cost.loadRange(prefill, load, state),
+    hitsFloor: Cost.hitsFloor(prefill, load, requests),
+    loads: Cost.loadRange(prefill, load, requests),
   };
 }
 

@@ -26,7 +26,10 @@ from kvcore.reports.cost import (
     pays,
     prefill_terms,
 )
+from kvcore.reports.kinds.breakeven import Question, build
+from kvcore.reports.page import Work
 from kvcore.reports.page.calculator import plain
+from kvcore.reports.page.html import asset
 from kvcore.reports.stream import Requests, hits_floor, load_range, stream
 
 Js = Callable[[str, str, Any], Any]
@@ -127,3 +130,43 @@ def test_the_page_gives_the_figures_of_the_cost_model(javascript: Js) -> None:
     assert any(len(python["ranges"]) > 1 for python in wanted)
     assert any(python["always"] is None for python in wanted)
     assert any(python["loads"] is not None and python["loads"][1] < 0.9 for python in wanted)
+
+
+START = f"""(() => {{
+  const rate = String, seconds = String, digits = String;
+  {asset("calculator.js")}
+  return data.map((widget) => {{
+    const {{ at, host, ...shown }} = solve(widget, widget.start);
+    const [never, always] = [at.never, at.always].map((wait) => wait + host.request_s);
+    return {{ ...shown, never, always, capacity: at.capacity }};
+  }});
+}})()"""
+FIGURES = {
+    "recompute": "recompute_s",
+    "loaded": "load_s",
+    "threshold": "break_even_rest_tokens",
+    "busyThreshold": "break_even_busy_tokens",
+    "minimum": "bandwidth_floor_Bps",
+    "hitsFloor": "hits_floor",
+    "never": "ttft_never_s",
+    "always": "ttft_always_s",
+    "capacity": "capacity",
+}
+"""Of the calculator, and the table's columns."""
+
+
+def test_the_calculator_starts_with_the_first_row_of_the_table(javascript: Js) -> None:
+    """Whatever was asked for: it began with 8,192 tokens at half the load and half the hits, and let host memory be
+    shared."""
+    questions = [
+        Question(tiers=(tier,), sharers=8, prefix_tokens=prefix, hits=hits, load=load, lookup_s=0.002, block_tokens=64)
+        for tier in ("host memory (DMA)", "S3", "100G RDMA")
+        for prefix, hits, load in ((2000, 0.9, 0.2), (40_000, 0.1, 0.8))
+    ]
+    reports = [build(parameters.read(None), question, Work(lambda line: None)) for question in questions]
+    found = javascript("cost.js", START, [report.widgets[0].data for report in reports])
+    for question, report, shown in zip(questions, reports, found, strict=True):
+        row = report.tables[0].rows[0]
+        for name, column in FIGURES.items():
+            assert shown[name] == pytest.approx(row[column]), (question, name)
+        assert (shown["loads"] or [None, None]) == [row["load_from"], row["load_to"]], question
