@@ -69,6 +69,8 @@ function startCalculator(host, data, colours) {
     const state = { ...pick(inputs, SELECTS, (input) => input.value), ...exact };
     const shown = solve(data, state);
     for (const [key, slider] of Object.entries(SLIDERS)) outputs[key].textContent = slider.text(exact[key]);
+    inputs.sharers.disabled = shown.tier.per_gpu;
+    if (shown.tier.per_gpu) outputs.sharers.textContent = "its GPU's own";
     answer.textContent = sentence(shown, state);
     for (const [key, [value, text]] of Object.entries(figuresOf(shown))) {
       const node = document.getElementById(`calc-out-${key}`);
@@ -106,7 +108,7 @@ function solve(data, state) {
   const requests = { ...state, sharers: tier.per_gpu ? 1 : state.sharers };  // nobody shares a GPU's own link
   const { prefix, rest } = state, at = Cost.stream(prefill, load, requests);
   return {
-    model, host, prefill, load, at,
+    model, host, tier, prefill, load, at,
     recompute: host.request_s + prefill.seconds(prefix + rest),
     loaded: host.request_s + load.seconds(prefix) + prefill.seconds(rest, prefix),
     overlapped: host.request_s + Cost.overlapped(load, prefix, prefill.seconds(rest, prefix), Cost.layers(model)),

@@ -91,8 +91,10 @@ def test_sliders_change_the_numbers(chromium: Any, breakeven_report: Report, wri
         "hits": (900, {"always", "link"}),
         "load": (900, {"never", "always"}),
         "lookup": (900, {"loaded", "always"}),
-        "sharers": (900, {"always", "link", "capacity"}),
+        "tier": ("100G RDMA", {"loaded", "always"}),
+        "sharers": (900, {"always", "link"}),
     }
+    assert chromium.run("document.getElementById('calc-sharers').disabled"), "nobody shares a GPU's own link"
     for control, (place, expected) in moved.items():
         before = {name: value(chromium, name) for name in figures}
         words = chromium.run("document.getElementById('calc-answer').textContent")
@@ -100,6 +102,7 @@ def test_sliders_change_the_numbers(chromium: Any, breakeven_report: Report, wri
         changed = {name for name in figures if value(chromium, name) != before[name]}
         assert expected <= changed, control
         assert chromium.run("document.getElementById('calc-answer').textContent") != words, control
+    assert not chromium.run("document.getElementById('calc-sharers').disabled")
     assert chromium.complaints() == []
 
 
