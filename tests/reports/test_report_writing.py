@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,12 +14,11 @@ from typing import Any
 import pytest
 
 from kvcore.cli import BAD, main
-from kvcore.reports.kinds import ladder
+from kvcore.reports.kinds import compare
 from kvcore.reports.page import Bars, Lines, Mark, Matrix, Report, Series, folder, provenance, read_report, write
 from kvcore.reports.page.png import draw
 from kvcore.reports.page.work import say_on_stderr
 
-SWARM = Path(__file__).with_name("pages") / "results" / "swarm.json"
 FILE_BYTES = 20_000  # less than any page has
 
 
@@ -33,8 +33,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def small_files() -> Iterator[None]:
-    """This process can write no file above FILE_BYTES: the system really refuses, wherever the file is."""
+def words(here: Path) -> list[str]:
+    """A command that is done at once, and draws nothing: the comparison of a report with itself."""
+    write(Report("breakeven", "old", ("v",)), here / "a", provenance(None))
+    return ["report", "compare", "a", "a", "--out", "r"]
+
+
+@pytest.fixture
+def small_files(words: list[str]) -> Iterator[None]:
+    """From now on this process can write no file above FILE_BYTES: the system really refuses, wherever the file is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
     yield
@@ -55,38 +62,39 @@ def full(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
 
 
 def test_a_report_whose_disk_is_full_is_kept_elsewhere(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full(monkeypatch, here)
-    assert main(["report", "trace", "--limit", "12", "--out", "r"]) == BAD
+    assert main(words) == BAD
     said = capsys.readouterr()
-    (kept,) = (here.parent / "spare").glob("kvcore-report-*/trace")
+    (kept,) = (here.parent / "spare").glob("kvcore-report-*/compare")
     last = f"cannot write r: No space left on device; the report is in {kept}: move it from there"
     assert said.err.splitlines()[-1] == f"kvcore report: {last}"
-    assert said.out.splitlines()[-1] == f"{kept / 'index.html'} (6 files)"
+    assert said.out.splitlines()[-1] == f"{kept / 'index.html'} (4 files)"
     assert read_report(kept)["verdict"][0] in said.out
-    assert list(here.iterdir()) == []
+    assert [path.name for path in here.iterdir()] == ["a"]
 
 
 @pytest.mark.usefixtures("small_files")
 def test_where_nothing_can_be_written_the_verdict_is_left_and_no_rubbish(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", "breakeven", "--out", "r"]) == BAD
+    assert main(words) == BAD
     said = capsys.readouterr()
-    assert said.out.startswith("On H100-SXM with Llama-3.1-8B: ")
+    assert said.out.startswith("A is a, B is a.\n")
     assert said.err.splitlines()[-1].startswith("kvcore report: cannot write r: File too large, nor into ")
     assert said.err.endswith("only the verdict is left: make room, then run it again\n")
-    assert list(here.iterdir()) == list((here.parent / "spare").iterdir()) == []
+    assert [path.name for path in here.iterdir()] == ["a"]
+    assert list((here.parent / "spare").iterdir()) == []
 
 
-def test_a_failed_write_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["report", "breakeven", "--out", "r"]) == 0
+def test_a_failed_write_leaves_the_old_report(here: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(words) == 0
     before = {path.name: path.read_bytes() for path in (here / "r").iterdir()}
     full(monkeypatch, here)
-    assert main(["report", "breakeven", "--out", "r", "--force", "--host", "A100"]) == BAD
+    assert main([*words, "--force"]) == BAD
     assert {path.name: path.read_bytes() for path in (here / "r").iterdir()} == before
-    assert [path.name for path in here.iterdir()] == ["r"]
+    assert sorted(path.name for path in here.iterdir()) == ["a", "r"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()], ids=repr)
@@ -111,47 +119,51 @@ def test_what_comes_while_the_new_report_takes_its_place_leaves_the_old_one(
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
 def test_what_somebody_put_there_meanwhile_stays(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: list[str]
+    here: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    force: list[str],
 ) -> None:
     """It was taken out of the way and removed, asked for or not."""
-    build = ladder.build
+    build = compare.build
 
-    def meanwhile(files: ladder.Files) -> Report:
+    def meanwhile(before: Path, after: Path) -> Report:
         (here / "r").mkdir()
         (here / "r" / "thesis.txt").write_text("ten years")
-        return build(files)
+        return build(before, after)
 
-    monkeypatch.setattr(ladder, "build", meanwhile)
-    assert main(["report", "ladder", "--swarm", str(SWARM), "--out", "r", *force]) == BAD
+    monkeypatch.setattr(compare, "build", meanwhile)
+    assert main([*words, *force]) == BAD
     assert (here / "r" / "thesis.txt").read_text() == "ten years"
-    (kept,) = (here.parent / "spare").glob("kvcore-report-*/ladder")
+    (kept,) = (here.parent / "spare").glob("kvcore-report-*/compare")
     assert capsys.readouterr().err.endswith(f"the report is in {kept}: move it from there\n")
 
 
 def test_a_folder_whose_parent_has_become_something_else_is_no_traceback(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "parent").mkdir()
-    build = ladder.build
+    build = compare.build
 
-    def vanished(files: ladder.Files) -> Report:
+    def vanished(before: Path, after: Path) -> Report:
         (here / "parent").rmdir()
         (here / "parent").write_text("")
-        return build(files)
+        return build(before, after)
 
-    monkeypatch.setattr(ladder, "build", vanished)
-    assert main(["report", "ladder", "--swarm", str(SWARM), "--out", "parent/r"]) == BAD
+    monkeypatch.setattr(compare, "build", vanished)
+    assert main([*words[:-1], "parent/r"]) == BAD
     assert "cannot write parent/r: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_a_verdict_that_cannot_be_printed_is_in_the_report(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "w") as nowhere:
         monkeypatch.setattr("sys.stdout", nowhere)
-        assert main(["report", "breakeven", "--out", "r"]) == BAD
-        monkeypatch.undo()
+        assert main(words) == BAD
+        monkeypatch.setattr("sys.stdout", sys.__stdout__)
     told = "cannot print the verdict (No space left on device); the report is in r"
     assert capsys.readouterr().err.splitlines()[-1] == f"kvcore report: OutOfRoomError: {told}"
 

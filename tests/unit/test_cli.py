@@ -145,7 +145,7 @@ def test_a_broken_pipe_of_something_else_is_not_swallowed(
         ending(monkeypatch, BrokenPipeError())
 
 
-MUCH, LITTLE = ["zoo", "--list"], ["zoo", "--list", "--only", "fence_by_request"]
+MUCH, LITTLE = ["completion", "fish"], ["zoo", "--list", "--only", "fence_by_request"]
 """More than Python keeps for a stream before it writes, and less."""
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
@@ -172,14 +172,14 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(words: list[str]) -> No
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-@pytest.mark.parametrize(("words", "name"), [(MUCH, "kvcore zoo"), (["--version"], "kvcore")])
+@pytest.mark.parametrize(("words", "name"), [(MUCH, "kvcore completion"), (["--version"], "kvcore")])
 def test_a_full_disk_under_standard_output_is_one_line(words: list[str], name: str) -> None:
     said = f"{name}: cannot write: No space left on device; make room, then run it again"
     assert printed_to(words, ">/dev/full") == (cli.BAD, said)
 
 
 def test_a_standard_output_that_was_closed_before_takes_everything() -> None:
-    assert printed_to(LITTLE, ">&-") == (cli.DONE, "")
+    assert printed_to(MUCH, ">&-") == (cli.DONE, "")
 
 
 def test_a_letter_that_the_terminal_does_not_have_is_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_full_disk_elsewhere_is_named_and_what_was_printed_arrives(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_the_status_does_not_depend_on_who_hears_the_line() -> None:
-    assert printed_to(["zoo", "--only", "no_such_mutant"], "2>/dev/full") == (cli.USAGE_ERROR, "")
+    assert printed_to(["report", "compare", "no", "such"], "2>/dev/full") == (cli.USAGE_ERROR, "")
 
 
 def test_an_error_of_the_system_that_may_be_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
