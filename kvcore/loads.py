@@ -6,31 +6,46 @@ A `Load` is one cell on its way from one adapter into one staging buffer. `LoadT
 key, so two lookups for the same cell load it once: the second *joins*. A load belongs to the table, not to the
 lookup that began it; it outlives that lookup's cancel as long as anybody waits for it.
 
-    absent --stage--> staged --submit--> loading --adapter done, bit set, a reader is left (or retain)--> published
-                        |                   `--adapter done, bit clear or nobody left-------------------> aborted
+    absent --stage--> staged --submit--> waiting --its turn--> loading --bit set, a reader left (or retain)--> published
+                        |                   |                     `--bit clear or nobody left--------------> aborted
+                        |                   `--its last reader has left--> aborted
                         `--drop (the plan got shorter)--> aborted
 
 1. `stage` reserves staging under a tag of its own. NO_SPACE is a failed cell, never a wait.
-2. `submit` takes an I/O hold on the staging buffers in the adapter's name and starts one adapter task.
-3. When the adapter reports that task complete, and not before: the hold ends; each failed cell is aborted while
+2. `submit` makes a batch: the loads of one lookup from one adapter. It goes out in *slices* of at most `slice_bytes`,
+   the front of the chain first in all rows, so that what has arrived is a prefix that can be served. Most batches are
+   one slice, which is sent at once and in the order given.
+3. A slice is one adapter task. It takes an I/O hold on its staging buffers in the adapter's name. At most
+   `SLICES_RUNNING` of a batch are with the adapter; the others wait.
+4. When the adapter reports a slice complete, and not before: the hold ends; each failed cell is aborted while
    it is still write-locked (there is no moment at which its buffer is readable or announced); each good cell is
-   published and leased to its readers in one step; the source's locks are returned, once; then the readers are told.
-4. A reader that gave up has left the load before; nothing is leased to it.
+   published and leased to its readers in one step; the source's locks are returned, once; then the readers are told;
+   then the next slice goes.
+5. A reader that gave up has left the load before; nothing is leased to it. A load that waits and has lost its last
+   reader is dropped soon, also under `retain` (nothing has been spent on it), and at the latest before the next slice
+   goes: staging, bytes and lock go back without a word of the adapter. A reader that joins before keeps it coming.
+6. Batches know nothing of each other: one that hangs keeps its running slices, and its others as long as they have
+   readers. Slices of several lookups take turns at the adapter, so a short one does not wait behind all of a long one.
+
+A lock of a weak store may run out while its load waits; that cell fails, as any that its source has lost.
 
 Bytes: every load carries its share of the grant of the lookup that planned it. The share goes back when the cell
 fails, and otherwise passes to the `UnreadLedger`, which holds it until the last reader of that cell has ended, the
 object has gone, or it became durable (an ordinary L1 object, no longer the prefetch's).
 
 Rejected: a deadline per load (lookups have one; the buffer stays reserved either way until the adapter has let go);
-publishing cell by cell while the adapter still runs (it owns all buffers of a task until the task is complete).
+publishing cell by cell while the adapter still runs (it owns all buffers of a task until the task is complete); one
+task for the whole batch (of a long prefix nothing is readable before its last byte, and all of it is hauled for a
+reader that has left); asking an adapter to cancel (few stores can, and the buffers are theirs until they answer).
 
-Who holds a staging buffer: the adapter's I/O hold, over the tag's write reservation. Who announces: the adapter's
-load notice, through the pump. Who frees: `_complete`, by publishing or aborting. An adapter that never answers keeps
-its buffers and their bytes; everything else goes on.
+Who holds a staging buffer: the tag's write reservation, and over it, while its slice runs, the adapter's I/O hold. Who
+announces: the adapter's load notice, through the pump. Who frees: `_complete`, by publishing or aborting, and `drop`.
+An adapter that never answers keeps the buffers of what runs, and their bytes; everything else goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +56,14 @@ from kvcore.keys import ObjectKey
 from kvcore.l1 import L1Cache
 from kvcore.l2.pump import AdapterPump
 from kvcore.leases import Owner
+
+SLICE_BYTES = 64 << 20
+"""What one adapter task loads at most. From a store of 1 to 10 GB/s it takes 6 to 60 ms: long beside the fixed cost of
+a task (well under a millisecond), short beside the patience of a request. At most `SLICES_RUNNING` of them are read in
+vain when a reader leaves."""
+
+SLICES_RUNNING = 2
+"""Slices of one batch that an adapter has at a time: while one is announced and published, it works on the other."""
 
 _LEASED = (Answer.PUBLISHED, Answer.DISCARDED)
 """What finish_write answers when the object is resident afterwards: ours, or the one that came first."""
@@ -58,9 +81,9 @@ class Reader(Protocol):
 
 
 class Load:
-    """One cell on its way. `readers` (ordered) get the lease when it is published."""
+    """One cell on its way. `readers` (ordered) get the lease when it is published. `batch`: where it waits, if so."""
 
-    __slots__ = ("adapter", "grant", "key", "readers", "size", "tag")
+    __slots__ = ("adapter", "batch", "grant", "key", "readers", "size", "tag")
 
     def __init__(self, key: ObjectKey, size: int, adapter: int, tag: str, grant: Grant) -> None:
         self.key = key
@@ -69,6 +92,36 @@ class Load:
         self.tag = tag
         self.grant = grant
         self.readers: dict[Reader, None] = {}
+        self.batch: _Batch | None = None
+
+
+class _Batch:
+    """The loads of one `submit` that wait for their turn, in order, and how many of its slices run."""
+
+    __slots__ = ("running", "waiting")
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self.waiting = dict.fromkeys(loads)
+        self.running = 0
+        for load in loads:
+            load.batch = self
+
+    def front(self, bytes_max: int) -> list[Load]:
+        """As many of the first as fit, at least one."""
+        fitting: list[Load] = []
+        for load in self.waiting:
+            bytes_max -= load.size
+            if fitting and bytes_max < 0:
+                break
+            fitting.append(load)
+        return fitting
+
+    def take(self, loads: Sequence[Load]) -> None:
+        """These wait no longer."""
+        for load in loads:
+            assert load.batch is self
+            del self.waiting[load]
+            load.batch = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +201,7 @@ class LoadTable:
         l1: L1Cache,
         pumps: Sequence[AdapterPump],
         budget: ByteBudget,
+        slice_bytes: int,
         *,
         retain: bool,
         freed: Callable[[], None],
@@ -159,6 +213,9 @@ class LoadTable:
         self._l1 = l1
         self._pumps = pumps
         self._budget = budget
+        self._slice_bytes = slice_bytes
+        self._loop = asyncio.get_running_loop()
+        self._left: dict[Load, None] = {}
         self._retain = retain
         self._freed = freed
         self._ended = ended
@@ -191,7 +248,7 @@ class LoadTable:
         return staged
 
     def drop(self, loads: Sequence[Load]) -> None:
-        """Give up staged loads that were not submitted."""
+        """Give up loads of one tag that no adapter has been asked for."""
         if not loads:
             return
         for load in loads:
@@ -203,28 +260,50 @@ class LoadTable:
         self._pumps[loads[0].adapter].unlock(keys)
         self._abandoned += len(loads)
 
-    def submit(self, loads: Sequence[Load]) -> None:
-        """Start one adapter task for staged loads of one tag."""
-        if not loads:
-            return
+    def submit(self, loads: Sequence[Load], cell_of: Callable[[ObjectKey], tuple[int, int] | None]) -> None:
+        """Begin staged loads of one tag. `cell_of` gives row and chunk; what does not fit one slice goes by chunk."""
+        assert all(load.tag == loads[0].tag for load in loads)
+        if sum(load.size for load in loads) > self._slice_bytes:
+
+            def chunk_of(load: Load) -> int:
+                cell = cell_of(load.key)
+                assert cell is not None, "a load of a cell that its lookup does not have"
+                return cell[1]
+
+            loads = sorted(loads, key=chunk_of)
+        self._advance(_Batch(loads))
+
+    def _advance(self, batch: _Batch) -> None:
+        """Send what may go now."""
+        while batch.waiting and batch.running < SLICES_RUNNING:
+            loads = batch.front(self._slice_bytes)
+            batch.take(loads)
+            self._send(batch, loads)
+
+    def _send(self, batch: _Batch, loads: Sequence[Load]) -> None:
+        """Start one adapter task; when it has ended, the batch goes on."""
         tag, adapter = loads[0].tag, loads[0].adapter
-        assert all(load.tag == tag for load in loads)
         keys = [load.key for load in loads]
         holder = f"l2:{self._pumps[adapter].name}"
         slots = [slot for slot in self._l1.hold_write(holder, tag, keys) if slot is not None]
         assert len(slots) == len(keys), "a staging buffer vanished before its load began"
+        batch.running += 1
         self._started += len(loads)
         buffers = [self._l1.view(slot) for slot in slots]
 
         def done(bits: int | None) -> None:
             assert bits is not None, "loads have no deadline of their own"
+            batch.running -= 1
             self._l1.unhold(holder, slots)
             self._complete(loads, bits)
+            self._drop_left()
+            self._advance(batch)
 
         self._pumps[adapter].load(keys, buffers, done)
 
     def abandon(self) -> None:
         """The adapters will announce nothing more: nothing in flight may be published. Buffers stay under holds."""
+        self._left.clear()
         for load in list(self.in_flight.values()):
             load.readers.clear()
             self._forget(load)
@@ -241,11 +320,28 @@ class LoadTable:
 
     def leave(self, reader: Reader, load: Load) -> None:
         load.readers.pop(reader, None)
+        if load.batch is not None and not load.readers:
+            if not self._left:
+                # Soon, not now: who leaves one load leaves many, and their locks go back to the adapter in one call.
+                self._loop.call_soon(self._drop_left)
+            self._left[load] = None
+
+    def _drop_left(self) -> None:
+        """Drop what still waits without a reader. A slice of its batch runs; that one's end is the end of the batch."""
+        left, self._left = self._left, {}
+        unwanted: dict[_Batch, list[Load]] = {}
+        for load in left:
+            if load.batch is not None and not load.readers:
+                unwanted.setdefault(load.batch, []).append(load)
+        for batch, loads in unwanted.items():
+            batch.take(loads)
+            assert batch.running
+            self.drop(loads)
 
     # Ending
 
     def _complete(self, loads: Sequence[Load], bits: int) -> None:
-        """The adapter has let go of all buffers of this task."""
+        """The adapter has let go of all buffers of this slice."""
         assert loads
         outcome = _Outcome()
         bad: list[Load] = []

@@ -102,6 +102,7 @@ class PrefetchController:
         clock: Clock,
         tracer: Tracer,
         budget_bytes: int,
+        slice_bytes: int,
         lease_ns: int,
         lookup_deadline_ns: int,
         retain: bool,
@@ -119,7 +120,9 @@ class PrefetchController:
         self._loop = asyncio.get_running_loop()
         self._budget = ByteBudget(budget_bytes)
         self._line = BudgetLine(self._budget, self._admitted)
-        self.loads = LoadTable(l1, pumps, self._budget, retain=retain, freed=self._line.freed, ended=self._ended)
+        self.loads = LoadTable(
+            l1, pumps, self._budget, slice_bytes, retain=retain, freed=self._line.freed, ended=self._ended
+        )
         self._jobs: dict[Owner, LookupJob] = {}
         self._closed = False
         self._started = self._ready = self._cancelled = self._deadlines = self._expired = 0
@@ -320,7 +323,7 @@ class PrefetchController:
         for batch in batches:
             self.loads.drop([load for load in batch if not load.readers])
             kept = [load for load in batch if load.readers]
-            self.loads.submit(kept)
+            self.loads.submit(kept, job.cells.cell)
             self._offer(kept)
 
     def loads_ended(self, job: LookupJob, arrived: Sequence[ObjectKey], lost: Sequence[ObjectKey]) -> None:

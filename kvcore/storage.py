@@ -46,6 +46,7 @@ from kvcore.l1_statistics import L1Statistics
 from kvcore.l2.adapter import L2Adapter
 from kvcore.l2.pump import AdapterPump, PumpStatistics
 from kvcore.leases import Owner
+from kvcore.loads import SLICE_BYTES
 from kvcore.lookup_job import LookupJob, LookupState
 from kvcore.memory import Slot
 from kvcore.ports import Clock, NullTracer, Tracer
@@ -63,10 +64,12 @@ class StorageConfig:
     """Sizes, deadlines and policies of one Storage.
 
     `retain`: what was loaded from L2 stays in L1 after its last reader. `skip_l1`: what has been written to L2
-    leaves L1 with its last reader. `lease_ns` counts from the deadline of the lookup.
+    leaves L1 with its last reader. `lease_ns` counts from the deadline of the lookup. `load_slice_bytes`: what one load
+    task of an adapter brings at most; what has been loaded is readable slice by slice.
     """
 
     prefetch_budget_bytes: int = 1 << 30
+    load_slice_bytes: int = SLICE_BYTES
     writeback_bytes_inflight_max: int = 256 << 20
     retain: bool = False
     skip_l1: bool = False
@@ -88,6 +91,7 @@ class StorageConfig:
 
 
 _POSITIVE = (
+    "load_slice_bytes",
     "lease_ns",
     "lookup_deadline_ns",
     "store_deadline_ns",
@@ -157,6 +161,7 @@ class Storage:
             clock=clock,
             tracer=tracer,
             budget_bytes=config.prefetch_budget_bytes,
+            slice_bytes=config.load_slice_bytes,
             lease_ns=config.lease_ns,
             lookup_deadline_ns=config.lookup_deadline_ns,
             retain=config.retain,
