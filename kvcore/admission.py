@@ -6,14 +6,17 @@ A lookup has found a prefix. Loading it spares the GPU work and costs the link t
 the ways to serve the prompt and takes the cheapest. A way is an `Offer`: so many tokens, and per link the bytes to haul
 (an L2 store into host memory, then host memory into the GPU); recomputing is the offer of no tokens, and always there.
 
-    cost = own + beyond + others(compute) + sum over links of lost(link, haul)
+    cost = own + beyond + late + others(compute) + sum over links of lost(link, haul)
 
-    others(x) = lost(gpu, x) + TAIL_WEIGHT * x * (those who wait or come and are above the tail) + spoilt(x)
+    others(x) = lost(gpu, x) + TAIL_WEIGHT * x * above(tail, x) + spoilt(x)
 
     own    = waited + max(wait for the GPU, wait for the hauls) + compute      (less what overlaps, with layers ahead)
     beyond = TAIL_WEIGHT * (own - tail), where own is above the tail
+    late   = OWN_LATE * good * answer, where own is above the objective's limit
     lost(queue, x) = x * (waiting + (rate * (work + x/2) + RUNNING_WEIGHT * busy^2 * running) / (1 - busy))
-    spoilt(x) = GOOD_S * busy * (1 - good) / good * sum over sequences that decode of min(1, x / slack)
+    spoilt(x) = answer * (good * above(limit, x) + sum over sequences that decode of min(1, x / slack))
+    answer = GOOD_S * busy * (1 - good) / good
+    above(limit, x) = how many of those who wait or come get their first token later than that
 
 `own` is this request's time to its first token. `lost` is what the others lose because x seconds of work go in front of
 them. Everyone who waits loses x, and so does everyone who comes (at `rate`) before the queue is empty again: a queue
@@ -34,10 +37,16 @@ itself. The queue, work + x long, shortens by 1 - busy per second, so those who 
 (work + x - free)/(1 - busy) seconds are above, where `free` is the tail less the mean seconds of a prompt (busy/rate);
 the times of those who wait are taken to lie evenly between what this one has waited and work.
 
-`spoilt` is there where the operator has told an objective (`kvcore.objective`): x seconds of computing hold up every
-sequence that decodes, and one that has only `slack` seconds left within its limit is no longer good after them. A good
-answer is worth the more seconds the smaller the measured share of `good` ones; where nearly all are good, or the GPU
-has time to make up for it, mean times count alone. Without an objective nothing is spoilt.
+`spoilt` and `late` are there where the operator has told an objective (`kvcore.objective`): x seconds of computing hold
+up every sequence that decodes, and one that has only `slack` seconds left within its limit is no longer good after
+them; so are those no longer good, as far as they would have been, that get their first token too late. A good answer is
+worth the more seconds the smaller the measured share of `good` ones; where nearly all are good, or the GPU has time to
+make up for it, mean times count alone. Without an objective nothing is spoilt.
+
+A load is promised with a way back: while it is on its way it may be stopped, and what has arrived is kept
+(`stop_gain_s`). When the GPU has nothing else to compute, in about work/(1 - busy) seconds, the rest is computed then,
+if that is cheaper, and holds up nobody who waits. So a load costs the lesser of both: going on to its end, or being
+stopped there. That is why a long load may be begun, and why its link does not stay blocked for those behind it.
 
 What is measured, and how it gets here:
 
@@ -67,7 +76,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, unique
 
 from kvcore.errors import ConfigError
@@ -83,9 +92,10 @@ SLACK_MIN = 0.05  # 1 - busy is taken as at least this: a busy share of one minu
 TIE = 1e-9
 RUNNING_WEIGHT = 4.0
 TAIL_SHARE = 0.02
-TAIL_WEIGHT = 8.0
+TAIL_WEIGHT = 12.0
 TAIL_STEP = 0.1  # of the mean: a tail ten times the mean is found within some hundred requests
-GOOD_S = 120.0
+GOOD_S = 240.0
+OWN_LATE = 0.5  # a request's own predicted lateness; its answer may be lost by its decoding too
 GOOD_MIN = 0.02  # the share of good answers is taken as at least this
 TOKENS_MAX = 1 << 40
 
@@ -164,11 +174,11 @@ class Queue:
         running = RUNNING_WEIGHT * min(self.busy, 1.0) ** 2 * self.running
         return work_s * (self.waiting + (running + self.rate * (self.work_s + work_s / 2)) / slack)
 
-    def above(self, tail_s: float, work_s: float, waited_s: float) -> float:
+    def above(self, limit_s: float, work_s: float, waited_s: float) -> float:
         """How many of those who wait or come get their first token later than that, with so many seconds put in front
         of them by one who has waited so long (module text)."""
         prompt_s = self.busy / self.rate if self.rate else 0.0
-        free_s = tail_s - prompt_s
+        free_s = limit_s - prompt_s
         come_s = max(self.work_s + work_s - free_s, 0.0) / max(1 - self.busy, SLACK_MIN)
         first_s, last_s = sorted((waited_s, self.work_s))
         wide_s = max(last_s - first_s, work_s, TIE)
@@ -184,6 +194,7 @@ class Gpu:
 
     `layers`: pieces in which the last haul overlaps the computing; 1: it must be there first. `slacks_s`: how long each
     sequence that decodes may be held up and still be good; empty without an objective. `good_share`: of late.
+    `limit_s`: the objective's, for the first token.
     """
 
     prefill: Prefill | None
@@ -193,20 +204,42 @@ class Gpu:
     layers: int = 1
     slacks_s: tuple[float, ...] = ()
     good_share: float = 1.0
+    limit_s: float = math.inf
 
     def __post_init__(self) -> None:
         assert all(slack > 0 for slack in self.slacks_s), "what cannot be good any more is not counted"
 
+    @property
+    def answer_s(self) -> float:
+        """What a good answer is worth in seconds (module text)."""
+        odds = (1 - self.good_share) / max(self.good_share, GOOD_MIN)
+        return GOOD_S * min(self.queue.busy, 1.0) * odds
+
+    def own_s(self, seconds: float) -> float:
+        """What a time to the first token costs whose request it is: itself, `beyond` and `late` (module text)."""
+        beyond = TAIL_WEIGHT * (seconds - self.tail_s) if 0 < self.tail_s < seconds else 0.0
+        late = OWN_LATE * self.good_share * self.answer_s if seconds > self.limit_s else 0.0
+        return seconds + beyond + late
+
     def others_s(self, work_s: float, waited_s: float) -> float:
         """What so many seconds of computing cost everybody else, for one who has waited so long (module text)."""
         above = self.queue.above(self.tail_s, work_s, waited_s) if self.tail_s > 0 else 0.0
-        return self.queue.lost_s(work_s) + TAIL_WEIGHT * work_s * above + self.spoilt_s(work_s)
+        return self.queue.lost_s(work_s) + TAIL_WEIGHT * work_s * above + self.spoilt_s(work_s, waited_s)
 
-    def spoilt_s(self, work_s: float) -> float:
+    def spoilt_s(self, work_s: float, waited_s: float) -> float:
         """What the answers are worth that so many seconds of computing make miss their objective (module text)."""
-        lost = sum([min(1.0, work_s / slack) for slack in self.slacks_s])
-        odds = (1 - self.good_share) / max(self.good_share, GOOD_MIN)
-        return lost * GOOD_S * min(self.queue.busy, 1.0) * odds
+        held_up = sum([min(1.0, work_s / slack) for slack in self.slacks_s])
+        late = self.queue.above(self.limit_s, work_s, waited_s)
+        return (held_up + self.good_share * late) * self.answer_s
+
+    @property
+    def idle_in_s(self) -> float:
+        """When there will be no prompt to compute."""
+        return self.queue.work_s / max(1 - self.queue.busy, SLACK_MIN)
+
+    def when_idle(self) -> Gpu:
+        """As it will be then: nobody waits, others decode and come."""
+        return replace(self, queue=replace(self.queue, waiting=0, work_s=0.0), ahead_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +315,7 @@ def _cheapest(
     for offer in offers:
         if offer.tokens < limits.floor_tokens or not _measured(offer, links):
             continue
-        cost = cost_s(prompt, offer, gpu, prefill, links)
+        cost = promise_cost_s(prompt, offer, gpu, prefill, links)
         if cost < best_cost * (1 - TIE):
             best, best_cost = offer, cost
     probe = next((offer for offer in offers if offer.tokens > best.tokens and _stale(offer, links)), None)
@@ -314,12 +347,39 @@ def cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequ
     assert compute >= 0
     spared = min(haul, compute) * (1 - 1 / gpu.layers)  # h/L + (L-1)/L max(h, c) + c/L instead of h + c
     own = prompt.waited_s + max(arrived - spared, gpu.ahead_s) + compute
-    return own + beyond_s(own, gpu.tail_s) + gpu.others_s(compute, prompt.waited_s) + lost
+    return gpu.own_s(own) + gpu.others_s(compute, prompt.waited_s) + lost
 
 
-def beyond_s(own_s: float, tail_s: float) -> float:
-    """What a request's time beyond the tail counts more (module text); 0 where the tail is not known."""
-    return TAIL_WEIGHT * (own_s - tail_s) if 0 < tail_s < own_s else 0.0
+def promise_cost_s(prompt: Prompt, offer: Offer, gpu: Gpu, prefill: Prefill, links: Sequence[Link]) -> float:
+    """Of a load that may be stopped while its first haul is on its way (module text)."""
+    cost = cost_s(prompt, offer, gpu, prefill, links)
+    at, size = offer.hauls[0]
+    link = links[at]
+    assert link.line is not None
+    idle_s, haul_s = gpu.idle_in_s, link.line.seconds(size)
+    arrived = max(idle_s - link.queue.work_s, 0.0)
+    if arrived >= haul_s:
+        return cost
+    tokens = int(offer.tokens * arrived / haul_s)
+    compute = prefill.seconds(prompt.tokens - tokens, prompt.prefix_tokens + tokens)
+    others = gpu.when_idle().others_s(compute, prompt.waited_s) + link.queue.lost_s(arrived)
+    return min(cost, gpu.own_s(prompt.waited_s + idle_s + compute) + others)
+
+
+def stop_gain_s(prompt: Prompt, left: Offer, arrived: Offer, gpu: Gpu, links: Sequence[Link], limits: Limits) -> float:
+    """Seconds spared by stopping a load that is on its way and computing the rest; not above 0: let it go on.
+
+    `left`: what it would serve, and the bytes still to haul. `arrived`: what it serves when it is stopped, and the
+    bytes to haul of that. The links' queues are those in front of this load and behind it.
+    """
+    if gpu.prefill is None or not (_measured(left, links) and _measured(arrived, links)):
+        return 0.0
+    if limits.ceiling_tokens is not None and left.tokens >= limits.ceiling_tokens:
+        return 0.0
+    if 0 < arrived.tokens < limits.floor_tokens:
+        return 0.0
+    going, stopped = (cost_s(prompt, offer, gpu, gpu.prefill, links) for offer in (left, arrived))
+    return going - stopped if stopped < going * (1 - TIE) else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- meters

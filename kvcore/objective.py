@@ -110,6 +110,11 @@ class Decodes:
         self._good += (good - self._good) / self._count
 
     @property
+    def limit_s(self) -> float:
+        """For the first token; inf: there is none."""
+        return self._objective.ttft_s
+
+    @property
     def good_share(self) -> float:
         """Of the requests that ended last; 1 before the first."""
         return self._good if self._count else 1.0

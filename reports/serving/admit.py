@@ -8,12 +8,15 @@ the model, the host, the tiers' parameters, the trace, or when anything will end
 SPLIT adds one way to each offer: the GPU computes the front of the prefix while its back is loaded. The front is
 where both take as long (reports/breakeven.py: `split`), by the same measured rates and queues, and the way is taken
 where it beats the decision by the admission's own cost.
+
+A load that is on its way is looked at again whenever the GPU has no prompt to compute (`best_stop`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvcore.admission import (
     Backlog,
@@ -28,8 +31,8 @@ from kvcore.admission import (
     Reason,
     ShareMeter,
     TailMeter,
-    beyond_s,
     decide,
+    stop_gain_s,
 )
 from kvcore.objective import Decodes
 from kvcore.reports.breakeven import LineLoad, split
@@ -39,6 +42,19 @@ from kvcore.reports.serving.link import Line
 from kvcore.reports.serving.setting import Policy, Setting
 
 SPLIT = "split"
+
+
+class OnItsWay(NamedTuple):
+    """A load that could be stopped: what it would serve with the bytes `left`, and what `part` of it is here."""
+
+    job_index: int
+    depth: int
+    prompt_tokens: int
+    waited_s: float
+    share: float
+    left: Offer
+    part: Choice
+    seen: Link
 
 
 class Admission:
@@ -112,7 +128,23 @@ class Admission:
         gpu = Gpu(prefill, queue, ahead.seconds(prefill), self._tail.tail_s, self._layers)
         if (decodes := self._decodes) is None:
             return gpu
-        return replace(gpu, slacks_s=decodes.slacks_s(now_s, batch.steps), good_share=decodes.good_share)
+        slacks_s = decodes.slacks_s(now_s, batch.steps)
+        return replace(gpu, slacks_s=slacks_s, good_share=decodes.good_share, limit_s=decodes.limit_s)
+
+    def best_stop(self, now_s: float, loads: Sequence[OnItsWay], batch: Batch) -> OnItsWay | None:
+        """The load that it pays most to stop now; None: all go on. The GPU has no prompt to compute."""
+        if self._policy is Policy.ALWAYS:
+            return None
+        gpu, links = self._gpu(now_s, Backlog(), batch), [line.measured(now_s) for line in self._lines]
+        best, best_gain_s = None, 0.0
+        for load in loads:
+            seen = list(links)
+            seen[load.depth] = load.seen
+            prompt = Prompt(load.prompt_tokens, load.waited_s)
+            gain_s = stop_gain_s(prompt, load.left, load.part.offer, gpu, seen, self._limits)
+            if gain_s > best_gain_s:
+                best, best_gain_s = load, gain_s
+        return best
 
     def _remember(self, longest: Offer, decision: Decision) -> None:
         used = {at for at, _ in decision.offer.hauls}
@@ -185,4 +217,4 @@ def _split_gain_s(prompt: Prompt, prefix_tokens: int, front: int, load: LineLoad
     computed = prompt.waited_s + gpu.ahead_s + whole
     split_up = prompt.waited_s + max(gpu.ahead_s + first, load.seconds(prefix_tokens - front)) + rest
     others = gpu.others_s(whole, prompt.waited_s) - gpu.others_s(first + rest, prompt.waited_s)
-    return computed + beyond_s(computed, gpu.tail_s) - split_up - beyond_s(split_up, gpu.tail_s) + others
+    return gpu.own_s(computed) - gpu.own_s(split_up) + others

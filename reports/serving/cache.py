@@ -13,6 +13,7 @@ One request, in order:
 2. `plan`     the longest prefix from L1 alone, with the first store, with the first two, ... ; each is an offer.
 3. `take`     the chosen plan: give back what it does not use, stage what comes from stores.
 4. `arrived`  a store's cells are published in L1 and leased in one step; the store's locks are returned.
+   `part`     what could be served of a load that is stopped now, and `stop`: give back the rest.
 5. `release`  the GPU has them: the leases end, the last chunk first, so that the beginning of a prompt goes last.
 6. `store`    the prompt is computed: reserve, write, publish its chunks, in L1 and in every store.
 
@@ -100,6 +101,46 @@ class Cache:
         hauls = [(at, demand.bytes_of(rows)) for at, rows in enumerate(made.loads, 1)]
         hauls.append((0, demand.bytes_of(made.kept) + made.load_bytes))
         return Choice(made, Offer(tokens, tuple([haul for haul in hauls if haul[1]])), depth)
+
+    def part(self, held: Held, depth: int, share: float) -> Choice:
+        """What L1 could serve if the haul from `depth` stopped with that share of its chunks, the first ones, here.
+
+        From host memory itself (depth 0) these are in the GPU already: nothing is to be hauled.
+        """
+        there = self._part_of(held.rows[depth], share)
+        if depth:
+            there = tuple([have | more for have, more in zip(held.rows[0], there)])
+        demand = self._demand(held, None, 0)
+        made = plan(demand, present=there, loading=none_of(there), found=(), budget_bytes=0)
+        tokens, size = self._layout.usable_tokens(made.length, held.prompt_tokens), demand.bytes_of(made.kept)
+        return Choice(made, Offer(tokens, ((0, size),) if depth and size else ()), 0)
+
+    def bytes_of(self, choice: Choice) -> int:
+        """What the choice uses from host memory."""
+        return sum(size * row.bit_count() for size, row in zip(self._layout.cell_bytes_rows, choice.plan.kept))
+
+    def _part_of(self, rows: Sequence[int], share: float) -> tuple[int, ...]:
+        chunks = 0
+        for row in rows:
+            chunks |= row
+        at = list(bits(chunks))
+        count = int(share * len(at))
+        end = ones(at[count]) if count < len(at) else chunks
+        return tuple([row & end for row in rows])
+
+    def stop(self, held: Held, depth: int, share: float) -> None:
+        """The load ends here: keep what `part` has counted on, in L1, and nothing else."""
+        there = self._part_of(held.rows[depth], share)
+        for at in range(1, len(held.rows)):
+            keep = there if at == depth else none_of(there)
+            for keys in self._keys(held, [have & ~kept for have, kept in zip(held.rows[at], keep)]):
+                if keys:
+                    self._l1.abort_write(held.tag, keys)
+            self._keep(held, at, keep)
+        if depth:
+            self.arrived(held, depth)
+        else:
+            self._keep(held, 0, there)
 
     def _demand(self, held: Held, chunks: int | None, skip_chunks: int) -> Demand:
         count = held.chunks if chunks is None else min(chunks, held.chunks)

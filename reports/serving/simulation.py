@@ -26,12 +26,13 @@ from kvcore.l1 import L1Cache
 from kvcore.memory import VirtualArena
 from kvcore.reports.serving.cache import Cache, Held, Keys
 from kvcore.reports.serving.eviction import Future, policy_factory
+from kvcore.reports.serving.job import Job
 from kvcore.reports.serving.layout import TraceKeys, layout_of
 from kvcore.reports.serving.link import Line
 from kvcore.reports.serving.result import LinkUse, Record, ServingResult
 from kvcore.reports.serving.router import Dispatcher, Presence
 from kvcore.reports.serving.setting import CacheTier, Eviction, Policy, Router, Setting
-from kvcore.reports.serving.worker import Job, Worker
+from kvcore.reports.serving.worker import Worker
 from kvcore.reports.slo import Ending
 from kvcore.reports.traces.trace import Trace
 
@@ -93,7 +94,8 @@ class _Run:
             VirtualArena(tier.capacity_bytes), policy_factory(setting.eviction, self._future), observer=observer
         )
         tokens = setting.block_tokens if first else self._trace.block_tokens
-        line = Line(tier.tier, setting.model, setting.host, tokens, setting.lookup_s if first else 0.0)
+        lookup_s = setting.lookup_s if first else 0.0
+        line = Line(tier.tier, setting.model, setting.host, self._after, tokens, lookup_s)
         self._l1s.append(cache)
         self._lines[setting.tiers.index(tier)].append(line)
         return cache, line

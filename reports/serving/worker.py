@@ -11,16 +11,13 @@ admission decides. Then
     waiting --load-----> loading --arrived--> ready --> computing
     waiting --split----> computing its front, while its back is loading; the later of both makes it ready
 
-A ready request goes before those that wait, a loading one keeps its place in memory and holds nobody else up. If no
-prompt is there to compute, decode steps run until the first sequence ends (serving/gpu.py); something that becomes
-ready in between cuts the run at the next step's end.
+A ready request goes before those that wait, a loading one keeps its place in memory and holds nobody else up
+(serving/loads.py). If no prompt is there to compute, a load may be stopped so that the rest of its prompt is there;
+otherwise decode steps run until the first sequence ends (serving/gpu.py), and something that becomes ready in between
+cuts the run at the next step's end.
 
-With `overlap` the rest of a prompt is computed while later layers are still on their way (reports/breakeven.py has the
-law): the request is ready so early that the GPU never waits for a layer, if its rest is computed alone and in one step;
-in company it takes longer, and the layers are there all the sooner.
-
-Who holds: a request holds its leases from `find` to the end of its last haul. Who announces: the haul's end. Who
-frees: `Cache.release`.
+Who holds: the worker, from `arrive` to `ended`. Who announces: `ended`. Who frees: its room, `_finish`; its leases,
+serving/loads.py.
 """
 
 from __future__ import annotations
@@ -31,57 +28,13 @@ from heapq import heappop, heappush
 from typing import Any
 
 from kvcore.admission import Backlog, Reason
-from kvcore.reports.prefill import prefill_terms
 from kvcore.reports.serving.admit import SPLIT, Admission
-from kvcore.reports.serving.cache import Cache, Choice, Held
+from kvcore.reports.serving.cache import Cache, Choice
 from kvcore.reports.serving.gpu import Batch, Part
-from kvcore.reports.serving.link import Haul, Line
-from kvcore.reports.serving.setting import Policy, Setting
-from kvcore.reports.traces.trace import Request
-
-Call = Callable[[float], None]
-After = Callable[[float, Call], None]
-
-
-class Job:
-    """One request on one worker. `at`: tokens of the prompt in the GPU; `todo`: tokens of this stage to compute."""
-
-    __slots__ = (
-        "arrival_s",
-        "at",
-        "decision",
-        "found_tokens",
-        "front",
-        "hauls",
-        "held",
-        "hit_tokens",
-        "index",
-        "loaded_bytes",
-        "loading",
-        "output_tokens",
-        "prompt_tokens",
-        "todo",
-        "token_first_s",
-        "token_last_s",
-        "worker",
-    )
-
-    def __init__(self, index: int, request: Request, arrival_s: float, held: Held | None) -> None:
-        self.index = index
-        self.arrival_s = arrival_s
-        self.prompt_tokens = request.input_tokens
-        self.output_tokens = request.output_tokens
-        self.held = held
-        self.worker = 0
-        self.at = 0
-        self.todo = request.input_tokens
-        self.front = 0
-        self.loading = False
-        self.hauls: list[tuple[int, int]] = []
-        self.found_tokens = self.hit_tokens = self.loaded_bytes = 0
-        self.decision = Policy.NEVER.value
-        self.token_first_s: float | None = None
-        self.token_last_s: float | None = None
+from kvcore.reports.serving.job import Job
+from kvcore.reports.serving.link import After, Line
+from kvcore.reports.serving.loads import STOPPED, Loads
+from kvcore.reports.serving.setting import Setting
 
 
 class Worker:
@@ -104,8 +57,7 @@ class Worker:
         self._ended = ended
         self._deciding = deciding
         self._admission = None if cache is None else Admission(setting, cache, lines)
-        self._terms = prefill_terms(setting.model, setting.host)
-        self._layers = setting.model.layers
+        self._loads = self._loads_of(after)
         self._batch = Batch(setting)
         self._room = setting.room_tokens
         self._waiting: deque[Job] = deque()
@@ -116,6 +68,12 @@ class Worker:
         self._running = False
         self._decode_from_s: float | None = None
         self.pending_tokens = 0  # to be computed, for the router
+
+    def _loads_of(self, after: After) -> Loads | None:
+        cache, admission = self._cache, self._admission
+        if cache is None or admission is None:
+            return None
+        return Loads(self._setting, cache, self._lines, admission, after, self._become_ready)
 
     @property
     def steps(self) -> int:
@@ -134,11 +92,14 @@ class Worker:
         self._wake(now_s)
 
     def _become_ready(self, now_s: float, job: Job) -> None:
+        self._make_ready(job)
+        self._wake(now_s)
+
+    def _make_ready(self, job: Job) -> None:
         job.at = job.front + job.hit_tokens
         job.todo = job.prompt_tokens - job.at
         heappush(self._ready, (job.index, job))
         self._admission_of().backlog.add(job.todo, job.at)
-        self._wake(now_s)
 
     def _wake(self, now_s: float) -> None:
         """Something could be computed: begin, or end the run of decode steps early."""
@@ -159,6 +120,8 @@ class Worker:
         """Begin the next step, or a run of decode steps; idle when there is nothing to do."""
         assert not self._running
         parts = self._parts(now_s)
+        if not parts and self._stop_one(now_s):
+            parts = self._parts(now_s)
         self._run += 1
         if parts:
             self._begin_mixed(now_s, parts)
@@ -227,6 +190,17 @@ class Worker:
             return 0.0
         return self._lines[0].sm_share
 
+    def _stop_one(self, now_s: float) -> bool:
+        """Stop a load, if that pays, so that there is something to compute."""
+        stopped = None if self._loads is None else self._loads.stop_one(now_s, self._batch)
+        if stopped is None:
+            return False
+        stopped.job.decision = STOPPED
+        self.pending_tokens += stopped.tokens
+        if stopped.complete:
+            self._make_ready(stopped.job)
+        return stopped.complete
+
     # Admitting
 
     def _parts(self, now_s: float) -> list[tuple[Job, Part]]:
@@ -285,54 +259,17 @@ class Worker:
         else:
             self._load(now_s, job, choice)
 
-    # Loading
-
     def _load(self, now_s: float, job: Job, choice: Choice) -> None:
-        held = job.held
-        assert held is not None
-        job.loading = True
+        """Begin its load; of a split, its front is computed meanwhile."""
+        assert self._loads is not None
         if job.decision == SPLIT:
             kept = choice.plan.kept[0] | (choice.plan.loads[0][0] if choice.plan.loads else 0)
             for rows in choice.plan.loads[1:]:
                 kept |= rows[0]
             job.front = ((kept & -kept).bit_length() - 1) * self._cache_of().chunk_tokens
-        job.hit_tokens = choice.offer.tokens - job.front
         job.todo = job.front
-        self.pending_tokens -= job.hit_tokens
-        job.hauls = list(reversed(choice.offer.hauls))
-        job.loaded_bytes = job.hauls[0][1]
-        self._haul(now_s, job)
-
-    def _haul(self, now_s: float, job: Job) -> None:
-        """Begin the next haul: stores first, then from host memory to the GPU."""
-        depth, size = job.hauls.pop()
-        haul = self._lines[depth].haul(now_s, size, job.hit_tokens)
-        if not depth and self._setting.overlap and not job.front:
-            self._overlap(haul, job)
-        self._after(haul.end_s, lambda now_s: self._hauled(now_s, job, depth, haul))
-
-    def _overlap(self, haul: Haul, job: Job) -> None:
-        """Ready before all layers are there (module text)."""
-        rest_s = self._terms.seconds(job.prompt_tokens - job.hit_tokens, job.hit_tokens)
-        wait_s = haul.end_s - haul.free_s
-        first_s = haul.begin_s + wait_s + (haul.free_s - haul.begin_s) / self._layers
-        ready_s = max(first_s, haul.end_s - rest_s * (1 - 1 / self._layers))
-        job.loading = False
-        self._after(min(ready_s, haul.end_s), lambda now_s: self._become_ready(now_s, job))
-
-    def _hauled(self, now_s: float, job: Job, depth: int, haul: Haul) -> None:
-        self._lines[depth].ended(now_s, haul)
-        held, cache = job.held, self._cache_of()
-        assert held is not None
-        if depth:
-            cache.arrived(held, depth)
-            self._haul(now_s, job)
-            return
-        cache.release(held)
-        if job.loading:
-            job.loading = False
-            if not job.todo and job.at == job.front:  # a front that is still being computed makes it ready itself
-                self._become_ready(now_s, job)
+        self.pending_tokens -= choice.offer.tokens - job.front
+        self._loads.begin(now_s, job, choice)
 
     # Ending
 

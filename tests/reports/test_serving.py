@@ -28,6 +28,8 @@ from kvcore.reports.serving import (
 )
 from kvcore.reports.serving.gpu import Batch, Part
 from kvcore.reports.serving.layout import layout_of
+from kvcore.reports.serving.link import Haul, Line
+from kvcore.reports.serving.loads import STOPPED
 from kvcore.reports.slo import Ending, parse_slo
 from kvcore.reports.traces import Request, Trace
 
@@ -372,6 +374,61 @@ def test_a_store_that_costs_more_than_it_spares_is_left_alone() -> None:
     assert (always.ttft_mean_s or 0) > 3 * (never.ttft_mean_s or 0)
     assert (pays.ttft_mean_s or 0) < 1.5 * (never.ttft_mean_s or 0), "it has to find out first"
     assert sum(record.hit_tokens > 0 for record in pays.records) < 20
+
+
+SLOW = Tier(name="slow", t0_s=0.0, bytes_per_s=8 * CHUNK_BYTES)
+
+
+def stops(tier: Tier, policy: Policy = Policy.PAYS) -> tuple[Record, float, ServingResult]:
+    """A store that is known; then a prompt that it has, a long one before it and short ones behind it. The middle one,
+    and how long the GPU computed the short ones while it was loading."""
+    known = [prompt(100.0 * at, 40 * CHUNK + 52) for at in range(4)]
+    behind = [prompt(400.0, 4 * CHUNK, first=2000 + 10 * at) for at in range(8)]
+    requests = (*known, prompt(400.0, 100 * CHUNK, first=1000), prompt(400.0, 40 * CHUNK + 52), *behind)
+    result = simulate(trace(*requests), setting(policy, (tier, 1000), load=1.0, step_tokens=256 * CHUNK))
+    long, middle, short = result.records[4:7]
+    return middle, ttft(short) - ttft(long), result
+
+
+def test_a_load_is_stopped_when_the_gpu_has_nothing_else_and_what_has_arrived_is_kept() -> None:
+    """It would take 5 s for what computing does in 1 s."""
+    middle, behind_s, result = stops(SLOW)
+    assert middle.decision == STOPPED
+    assert 0 < middle.hit_tokens == int(8 * behind_s) * CHUNK < middle.found_tokens
+    assert middle.loaded_bytes == middle.hit_tokens // CHUNK * CHUNK_BYTES
+    assert middle.computed_tokens == middle.input_tokens - middle.hit_tokens
+    rest_s = prefill_s(LLAMA, H100, middle.computed_tokens, middle.hit_tokens)
+    assert ttft(middle) == pytest.approx(ttft(result.records[-1]) + rest_s, rel=0.02)
+    assert result.links[0].loaded_bytes == sum(record.loaded_bytes for record in result.records)
+
+
+def test_a_fast_load_and_one_of_policy_always_are_not_stopped() -> None:
+    assert stops(DRAM)[0].decision == Reason.PAYS.value
+    middle = stops(SLOW, Policy.ALWAYS)[0]
+    assert (middle.decision, middle.hit_tokens) == (Policy.ALWAYS.value, middle.found_tokens)
+
+
+def test_a_load_that_is_stopped_frees_its_line_for_the_next_one() -> None:
+    """Three hauls of 10 s; the second leaves the line before it began, the first in the middle of its own."""
+    events: list[tuple[float, Callable[[float], None]]] = []
+    line = Line(
+        Tier(name="slow", t0_s=1.0, bytes_per_s=1.0), LLAMA, H100, lambda at, call: events.append((at, call)), CHUNK
+    )
+    began: list[Haul] = []
+    hauls = [line.haul(0.0, 10, 1, began.append, lambda now_s: None) for _ in range(3)]
+    assert began == hauls[:1]
+    assert [line.stoppable(haul) for haul in hauls] == [True] * 3
+    line.stop(2.0, hauls[1], 0)
+    line.stop(5.0, hauls[0], 4)
+    assert began == [hauls[0], hauls[2]]
+    assert line.arrived_share(11.0, hauls[2]) == pytest.approx(0.5)
+    while events:
+        at, call = min(events, key=lambda event: event[0])
+        events.remove((at, call))
+        call(at)
+    assert not line.stoppable(hauls[2])
+    assert (line.loaded_bytes, line.busy_s) == (4 + 10, pytest.approx(5.0 + 10.0))
+    assert line.measured(20.0).queue.work_s == 0, "nothing is on its way"
 
 
 def test_a_store_that_was_given_up_is_tried_again_with_a_small_piece() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcore.admission import (
     NOTHING,
+    OWN_LATE,
     PROBE_AFTER,
     PROBE_TOKENS,
     SLACK_MIN,
@@ -34,6 +36,8 @@ from kvcore.admission import (
     cost_s,
     decide,
     pairs,
+    promise_cost_s,
+    stop_gain_s,
 )
 from kvcore.errors import ConfigError
 
@@ -97,7 +101,7 @@ def test_answers_that_would_miss_their_objective_make_a_slow_link_worth_it() -> 
 
 def test_what_computing_spoils_grows_with_the_busy_share_and_with_the_odds_of_a_bad_answer() -> None:
     def spoilt_s(busy: float, good: float, work_s: float = 1.0) -> float:
-        return dataclasses.replace(gpu(busy=busy), slacks_s=(0.5, 4.0), good_share=good).spoilt_s(work_s)
+        return dataclasses.replace(gpu(busy=busy), slacks_s=(0.5, 4.0), good_share=good).spoilt_s(work_s, 0.0)
 
     half = spoilt_s(0.5, 0.5)
     assert half > 0
@@ -108,11 +112,11 @@ def test_what_computing_spoils_grows_with_the_busy_share_and_with_the_odds_of_a_
 
 
 def test_a_request_beyond_the_tail_gives_less_of_its_time_up() -> None:
-    """What pays for the average request does not for one that would be among the slowest."""
-    usual = dataclasses.replace(gpu(waiting=8), tail_s=60.0)
-    slowest = dataclasses.replace(usual, tail_s=0.5)
-    assert reason(SLOW, usual) is Reason.PAYS
-    assert reason(SLOW, slowest) is Reason.COMPUTE
+    """What pays for the average request does not for one that would be among the slowest, if it loads."""
+    waited = Prompt(8692, 30.0)
+    for tail_s, expected in ((60.0, Reason.PAYS), (31.0, Reason.COMPUTE)):
+        machine = dataclasses.replace(gpu(waiting=8, work_s=1.2), tail_s=tail_s)
+        assert decide(waited, [offer(8192)], machine, [Link(SLOW)], FREE).reason is expected
 
 
 def test_who_would_push_others_beyond_the_tail_loads() -> None:
@@ -144,6 +148,53 @@ def test_others_above_the_tail_lose_with_the_weight_of_one_that_is_itself() -> N
     assert within == pytest.approx(2.0 * 8)
     assert above == pytest.approx((1 + TAIL_WEIGHT) * within)
     assert Gpu(PREFILL, queue).others_s(2.0, 3.0) == pytest.approx(within), "the tail is not known yet"
+
+
+def test_first_tokens_that_come_too_late_are_answers_spoilt() -> None:
+    """Two wait and none comes. With 3 s of work and 2 more, one of them is late; half of the answers are good."""
+    told = Gpu(PREFILL, Queue(waiting=2, work_s=3.0, busy=0.5), good_share=0.5, limit_s=4.0)
+    assert told.spoilt_s(0.5, 3.0) == 0, "both are in time"
+    assert told.spoilt_s(2.0, 3.0) == pytest.approx(0.5 * 2 * (3 + 2 - 4) / 2 * told.answer_s)
+    assert dataclasses.replace(told, limit_s=math.inf).spoilt_s(2.0, 3.0) == 0, "nobody told a limit"
+    assert told.own_s(4.0) == 4.0
+    assert told.own_s(4.1) == pytest.approx(4.1 + OWN_LATE * 0.5 * told.answer_s), "its own counts too"
+
+
+def test_a_load_is_promised_with_a_way_back() -> None:
+    """The link is 5 s behind. Nobody waits in 2 s, and then its prompt holds nobody up: that is what the load costs."""
+    machine, links = gpu(waiting=20, work_s=2.0), [Link(FAST, Queue(work_s=5.0))]
+    prompt, found = Prompt(8692), offer(8192)
+    then = Gpu(PREFILL).others_s(PREFILL.seconds(8692), 0.0) + 2.0 + PREFILL.seconds(8692)
+    assert promise_cost_s(prompt, found, machine, PREFILL, links) == pytest.approx(then)
+    assert cost_s(prompt, NOTHING, machine, PREFILL, links) < cost_s(prompt, found, machine, PREFILL, links)
+    assert decide(prompt, [found], machine, links, FREE).reason is Reason.PAYS
+    late = [Link(FAST, Queue(work_s=1.0))]
+    over = cost_s(prompt, found, machine, PREFILL, late)
+    assert promise_cost_s(prompt, found, machine, PREFILL, late) == over, "it has ended before"
+
+
+def test_what_has_arrived_by_then_is_not_computed() -> None:
+    machine = gpu(waiting=8, work_s=2.0)
+    half = Line(0.0, 4.0 / (8192 * KV))
+    whole, rest = (PREFILL.seconds(8692 - tokens, tokens) for tokens in (0, 4096))
+    cost = promise_cost_s(Prompt(8692), offer(8192), machine, PREFILL, [Link(half)])
+    assert cost == pytest.approx(2.0 + rest)
+    assert rest < whole
+
+
+def test_a_load_is_stopped_when_computing_its_rest_is_cheaper() -> None:
+    def gain_s(left_tokens: int, limits: Limits = FREE, machine: Gpu | None = None, line: Line | None = SLOW) -> float:
+        left, here = Offer(8192, ((0, left_tokens * KV),)), Offer(8192 - left_tokens, ())
+        return stop_gain_s(Prompt(8692), left, here, machine or gpu(), [Link(line)], limits)
+
+    assert gain_s(7168) > gain_s(4096) > 0
+    assert gain_s(4096, machine=gpu(running=30, busy=0.9)) == 0, "it would hold up those who decode"
+    assert gain_s(7168, line=FAST) == 0
+    assert gain_s(7168, line=None) == 0, "how slow it is is just being measured"
+    assert gain_s(7168, machine=Gpu(None)) == 0
+    assert gain_s(7168, Limits(ceiling_tokens=8192)) == 0, "it is always to be loaded"
+    assert gain_s(7168, Limits(floor_tokens=2048)) == 0, "so little is never loaded"
+    assert gain_s(8192, Limits(floor_tokens=2048)) > 0, "nothing has arrived"
 
 
 def test_time_waited_already_counts_towards_the_tail() -> None:
@@ -194,9 +245,9 @@ def test_the_decision_is_the_cheaper_way(
     machine = gpu(waiting=waiting, busy=busy, work_s=work, rate=3.0)
     links = [Link(Line(1e-4, 1 / rate), Queue(work_s=work / 10, rate=2.0, busy=link_busy))]
     found, prompt = offer(tokens), Prompt(tokens + rest)
-    decision = decide(prompt, [found], machine, links, FREE)
-    load, compute = (cost_s(prompt, way, machine, PREFILL, links) for way in (found, NOTHING))
-    assert load >= 0
+    decision, machine_of = decide(prompt, [found], machine, links, FREE), (machine, PREFILL, links)
+    load, compute = promise_cost_s(prompt, found, machine, PREFILL, links), cost_s(prompt, NOTHING, *machine_of)
+    assert 0 <= load <= cost_s(prompt, found, *machine_of), "a way back costs nothing"
     assert decision.tokens in (0, tokens)
     assert (min(load, compute) == pytest.approx(load if decision.tokens else compute)) or load == compute
     assert decision.gain_s >= 0
