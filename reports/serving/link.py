@@ -17,6 +17,7 @@ from dataclasses import replace
 from math import inf
 
 from kvcore.admission import IDLE, LineMeter, Link, Queue, ShareMeter
+from kvcore.admission import Line as MeasuredLine
 from kvcore.reports.host import Host
 from kvcore.reports.model import Model
 from kvcore.reports.tier import Tier, load_terms
@@ -127,6 +128,9 @@ class Line:
             self._waiting.remove(haul)
             self._leave(now_s, haul, 0, 0.0)
             return
+        arrived = self.arrived_share(now_s, haul) * haul.size
+        if arrived > 0:
+            self._meter.add(arrived, now_s - haul.begin_s)
         self._leave(now_s, haul, size, now_s - haul.begin_s)
         self.free_s = now_s
         self._next(now_s)
@@ -147,10 +151,11 @@ class Line:
         return Link(line, queue, self._hauls, self._idle_offers)
 
     def seen_by(self, now_s: float, haul: Haul) -> Link:
-        """The same for one that is stoppable: in front of it and behind it. None measured: as `measured`."""
+        """The same for one that is stoppable: in front of it and behind it. Where nothing was measured, one that is on
+        its way is taken to last as long again as it has (Lindy's law)."""
         link = self.measured(now_s)
         if link.line is None:
-            return link
+            return link if haul is not self._current else replace(link, line=MeasuredLine(now_s - haul.begin_s, 0.0))
         if haul is self._current:
             return replace(link, queue=replace(link.queue, waiting=len(self._waiting), work_s=0.0))
         current = self._current

@@ -408,6 +408,14 @@ def test_a_fast_load_and_one_of_policy_always_are_not_stopped() -> None:
     assert (middle.decision, middle.hit_tokens) == (Policy.ALWAYS.value, middle.found_tokens)
 
 
+@pytest.mark.parametrize("bytes_per_s", [1e4, 1e6])
+def test_a_tier_that_nobody_has_measured_may_be_as_slow_as_it_likes(bytes_per_s: float) -> None:
+    """At the slowest, the first prefix would take a day."""
+    far = Tier(name="far", t0_s=0.0, bytes_per_s=bytes_per_s)
+    pays, never = (simulate(TRACE, setting(policy, (far, 4000))) for policy in (Policy.PAYS, Policy.NEVER))
+    assert pays.ttft_mean_s <= 1.01 * never.ttft_mean_s
+
+
 def test_a_load_that_is_stopped_frees_its_line_for_the_next_one() -> None:
     """Three hauls of 10 s; the second leaves the line before it began, the first in the middle of its own."""
     events: list[tuple[float, Callable[[float], None]]] = []
