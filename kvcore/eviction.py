@@ -7,6 +7,7 @@ L1 tells a policy, in batches, what happens to objects that may be evicted:
     add(slots)      became evictable: published without a reader, or the last lease or hold has ended
     pin(slots)      were evictable and are protected from now on
     remove(slots)   are gone, evictable or not
+    renew(slots)    were evictable, still are, and a request that used them has ended
     victim()        takes the next one out of the order and returns it; None: nothing is evictable
 
 A refusal must not walk a million pinned objects. Two ways keep it cheap, and each fits its policy:
@@ -16,8 +17,10 @@ A refusal must not walk a million pinned objects. Two ways keep it cheap, and ea
 * `S3FifoPolicy` must keep the place of an object in its queue, so a pinned object stays. When `victim` meets one it is
   *parked* outside the queues until it is unpinned; each pin is paid for at most once.
 
-Order inside a batch is the order given. A caller that gives a prefix chain back last chunk first keeps its beginning,
-without which the rest serves nothing, longest.
+Order inside a batch is the order given. L1 gives a prefix chain back last chunk first, so that its beginning, without
+which the rest serves nothing, stays longest. A prompt that is computed in several steps is published in several
+batches, beginning first, and what the engine has in its own memory is never read from here; so the end of a request
+renews its chain. `LruPolicy` makes that its order; `S3FifoPolicy` keeps places, whatever is read.
 
 S3-FIFO (Yang et al., SOSP 2023), by bytes: new objects enter *small* (a tenth of the bytes), the rest is *main*, and
 *ghost* remembers the keys of objects that left from small. `victim`:
@@ -63,6 +66,7 @@ class EvictionPolicy(Protocol):
     def add(self, slots: Sequence[Slot]) -> None: ...
     def pin(self, slots: Sequence[Slot]) -> None: ...
     def remove(self, slots: Sequence[Slot]) -> None: ...
+    def renew(self, slots: Sequence[Slot]) -> None: ...
     def victim(self) -> Slot | None: ...
 
 
@@ -94,6 +98,10 @@ class LruPolicy:
         pop = self._order.pop
         for slot in slots:
             pop(slot, None)
+
+    def renew(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._order.move_to_end(slot)
 
     def victim(self) -> Slot | None:
         if not self._order:
@@ -169,6 +177,9 @@ class S3FifoPolicy:
             self._main.discard(slot)
             self._parked.pop(slot, None)
 
+    def renew(self, slots: Sequence[Slot]) -> None:
+        """A queue is a queue."""
+
     def victim(self) -> Slot | None:
         small, main = self._small, self._main
         while small.reads or main.reads:
@@ -226,6 +237,11 @@ class TenantOrder:
         self._all.remove(slots)
         for slot in slots:
             self._of(slot).remove((slot,))
+
+    def renew(self, slots: Sequence[Slot]) -> None:
+        self._all.renew(slots)
+        for slot in slots:
+            self._of(slot).renew((slot,))
 
     def victim(self) -> Slot | None:
         slot = self._all.victim()

@@ -256,6 +256,11 @@ class L1Cache:
                 answers.append(Answer.RESIDENT)
         return answers
 
+    def renew(self, keys: Sequence[ObjectKey]) -> None:
+        """A request that used these objects has ended. Those that are resident and idle go, in this order, last."""
+        slots = [slot for slot in map(self._resident.get, keys) if slot is not None]
+        self._order.renew([slot for slot in slots if not slot.readers and not slot.holds])
+
     def delete(self, keys: Sequence[ObjectKey]) -> list[Answer]:
         """DELETED, LOCKED (a lease protects it) or UNKNOWN. Under a hold alone the object goes and its slot drains."""
         resident = self._resident
@@ -420,7 +425,7 @@ class L1Cache:
                     del self._resident[slot.key]
                 self._forget(published)  # nobody waits for it, so nobody is told of it
                 return
-            self._order.add(published)
+            self._order.add(published[::-1])  # see `kvcore.eviction`: the beginning of a chain goes last
         if self._observer is not None:
             for slot in published:
                 self._observer.published(slot.key, slot, temporary)
@@ -446,7 +451,7 @@ class L1Cache:
         if temporary:
             self._order.remove(temporary)
             self._remove(temporary)
-        self._order.add([slot for slot in idle if not slot.temporary and not slot.holds])
+        self._order.add([slot for slot in reversed(idle) if not slot.temporary and not slot.holds])
 
     def _quiet(self, slots: list[Slot]) -> None:
         """The last hold on each of these has ended."""
@@ -455,7 +460,7 @@ class L1Cache:
             del self._draining[slot]
             self._counters.bytes_draining -= slot.extent
         self._leave(drained, Event.QUIET)
-        self._order.add([slot for slot in slots if slot.state is _RESIDENT and not slot.readers])
+        self._order.add([slot for slot in reversed(slots) if slot.state is _RESIDENT and not slot.readers])
 
     # Inside: leaving
 

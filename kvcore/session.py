@@ -212,16 +212,16 @@ class SessionTable:
         self._drop_lookup(session)
         return True
 
-    def end(self, name: str, connection: int, epoch: int) -> bool:
-        """End the session if its lookup is not newer than `epoch`. I/O holds go on."""
+    def end(self, name: str, connection: int, epoch: int) -> Session | None:
+        """End the session, which holds nothing then, if its lookup is not newer than `epoch`. I/O holds go on."""
         session = self._sessions.get(name)
         if session is None:
-            return False
+            return None
         if session.latest is not None and not _covers(session.latest, connection, epoch):
-            return False
+            return None
         self._remove(session)
         self.ended += 1
-        return True
+        return session
 
     def owner_of(self, name: str, generation: int, now_ns: int) -> tuple[Session, Owner] | None:
         """The session and the owner of its current lookup, for a worker that names the engine's generation."""

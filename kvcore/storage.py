@@ -40,7 +40,7 @@ from kvcore.answers import Answer
 from kvcore.deadlines import NS_PER_S, DeadlineTimer
 from kvcore.errors import CallerError, ConfigError
 from kvcore.groups import CacheLayout
-from kvcore.keys import ObjectKey
+from kvcore.keys import ObjectKey, object_keys
 from kvcore.l1 import L1Cache, L1Observer
 from kvcore.l1_statistics import L1Statistics
 from kvcore.l2.adapter import L2Adapter
@@ -141,6 +141,7 @@ class Storage:
             raise ConfigError(f"two adapters have the same name among {names}")
         tracer = tracer if tracer is not None else NullTracer()
         self.layout = layout
+        self._model_name = model_name
         self.config = config
         self._l1 = l1
         self._clock = clock
@@ -210,6 +211,13 @@ class Storage:
         """Cancel the owner's lookup and end all its leases; copies that still run keep their holds. Leases ended."""
         self._confined.check()
         return self._prefetch.release_owner(owner)
+
+    def renew(self, hashes: Sequence[bytes], salt: str) -> None:
+        """A request with this chain has ended: what L1 has of it is as young as the end, its beginning youngest."""
+        self._confined.check()
+        backwards = hashes[::-1]
+        rows = [object_keys(backwards, self._model_name, row.rank, row.group, salt) for row in self.layout.rows]
+        self._l1.renew([key for chunk in zip(*rows, strict=True) for key in chunk])
 
     # Stores
 

@@ -113,7 +113,7 @@ class IndexedAdapter(BackedAdapter[Backend]):
         if self._closed:
             return
         gone: list[Entry] = []
-        for key in keys:
+        for key in reversed(keys):  # the beginning of a prefix is evicted last
             entry = self._index.get(key)
             if entry is None or entry.locks == 0:
                 self._counts.unlocks_unmatched += 1

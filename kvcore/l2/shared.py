@@ -146,7 +146,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             elif not found and use.fresh:
                 self._ledger.forget(key)
             elif found and not use.activity.leaving:
-                self._ledger.touch(key, now_ns)
+                self._ledger.touch(key, now_ns - use.position)  # the beginning of a prefix is evicted last
                 self._activities.lock(use.activity)
                 use.batch.bits |= 1 << use.position
             self._end_use(use, self._complete_lookup)
@@ -217,7 +217,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
             answer = StoreAnswer.RETRY
         self._ledger.settle(item.key, room.reserved_bytes)
         if answer is STORED or answer is PRESENT:
-            self._ledger.note(item.key, item.record_bytes, now_ns)
+            self._ledger.note(item.key, item.record_bytes, now_ns - item.position)
         if answer is STORED:  # counted for the whole piece
             self._counts.bytes_in += len(item.payload)
             self._set_answer(item.batch, item.position, answer)
@@ -271,7 +271,7 @@ class SharedAdapter(BackedAdapter[SharedBackend]):
         key = use.activity.key
         if result is None:
             use.batch.bits |= 1 << use.position
-            self._ledger.note(key, self._backend.record_bytes(key, len(use.into)), now_ns)
+            self._ledger.note(key, self._backend.record_bytes(key, len(use.into)), now_ns - use.position)
             self._counts.load_hits += 1
             self._counts.bytes_out += len(use.into)
         elif isinstance(result, Exception):

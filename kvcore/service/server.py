@@ -384,8 +384,11 @@ class CacheServer:
         return wire.Done() if done else wire.Unknown()
 
     def _end_session(self, header: Header, request: wire.EndSession) -> Reply:
-        done = self._sessions.end(request.session, header.connection, request.epoch)
-        return wire.Done() if done else wire.Unknown()
+        session = self._sessions.end(request.session, header.connection, request.epoch)
+        if session is None:
+            return wire.Unknown()
+        self._storage.renew(session.hashes, session.salt)
+        return wire.Done()
 
     # --- the operator ----------------------------------------------------------------------------------------------
 

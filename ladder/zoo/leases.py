@@ -124,7 +124,7 @@ MUTANTS = (
         "memory server crash",
         Edit(
             f"{_L1}._quiet",
-            "    self._order.add([slot for slot in slots if slot.state is _RESIDENT and not slot.readers])\n",
+            "    self._order.add([slot for slot in reversed(slots) if slot.state is _RESIDENT and not slot.readers])\n",
             "",
         ),
     ),

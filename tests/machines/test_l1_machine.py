@@ -252,6 +252,7 @@ class L1Machine(RuleBasedStateMachine):
 
     def publish(self, tag, keys, owners, temporary, when) -> list[Answer]:
         answers = []
+        groups: list[list[Thing]] = []
         for key in keys:
             thing = self.staging.get((tag, key))
             if thing is None:
@@ -270,10 +271,11 @@ class L1Machine(RuleBasedStateMachine):
                 if not owners and temporary:
                     self.drop_resident(thing)
                 elif not owners:
-                    self.order.append([thing])
+                    groups.append([thing])
             if answers[-1] is not Answer.MISMATCH:
                 for owner in owners:
                     self.lease(owner, self.resident[key], when)
+        self.order += reversed(groups)  # the first of a batch, the beginning of a prefix, goes last
         return answers
 
     @rule(tag=TAGS, keys=BATCH, owner=st.none() | OWNERS, deadline=DEADLINE)
@@ -332,6 +334,7 @@ class L1Machine(RuleBasedStateMachine):
     def finish_read(self, owner, keys, aim) -> None:
         keys = self.aim(aim, keys, self.leased_by(owner))
         expected = []
+        ended: list[Thing] = []
         for key in keys:
             own = [lease for lease in self.leases if lease[0] == owner and lease[1].key == key]
             if not own:
@@ -339,8 +342,10 @@ class L1Machine(RuleBasedStateMachine):
                 continue
             first = min(own, key=lambda lease: 10**9 if lease[2] is None else lease[2])
             self.leases.remove(first)
-            self.unread([first[1]])
+            ended += [] if self.readers(first[1]) else [first[1]]
             expected.append(Answer.RELEASED)
+        for thing in reversed(ended):
+            self.unread([thing])
         assert self.l1.finish_read(owner, keys) == expected
 
     @rule(owner=OWNERS)
@@ -409,11 +414,14 @@ class L1Machine(RuleBasedStateMachine):
         things = (self.held_by(holder) if aim else []) or self.all_things()
         chosen = [things[pick % len(things)] for pick in picks] if things else []
         expected = []
+        ended = []
         for thing in chosen:
             expected.append(Answer.RELEASED if thing.holds[holder] else Answer.UNKNOWN)
             if thing.holds[holder]:
                 thing.holds[holder] -= 1
-                self.quiet([thing])
+                ended += [] if thing.held else [thing]
+        for thing in reversed(ended):
+            self.quiet([thing])
         assert self.l1.unhold(holder, [thing.slot for thing in chosen]) == expected
 
     @rule(holder=HOLDERS)
@@ -426,6 +434,14 @@ class L1Machine(RuleBasedStateMachine):
         assert self.l1.release_holder(holder) == count
 
     # Keeping and removing
+
+    @rule(keys=BATCH)
+    def renew(self, keys) -> None:
+        for thing in [self.resident[key] for key in keys if key in self.resident]:
+            if not thing.held and not self.readers(thing):
+                self.unlist(thing)
+                self.order.append([thing])
+        self.l1.renew(keys)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=2), temporary=st.booleans())
     def set_temporary(self, keys, temporary) -> None:
@@ -566,6 +582,7 @@ def walk(seed: int, steps: int) -> L1Machine:
         (6, lambda: machine.reserve_read(owner(), keys(), deadline(), aim=True)),
         (6, lambda: machine.finish_read(owner(), keys(), True)),
         (1, lambda: machine.release_owner(owner())),
+        (1, lambda: machine.renew(keys())),
         (2, lambda: machine.expire(draw.randint(1, 2))),
         (2, lambda: machine.hold_read(holder(), owner(), keys(), aim=True)),
         (1, lambda: machine.hold_write(holder(), tag(), keys(), aim=True)),

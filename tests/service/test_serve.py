@@ -124,6 +124,7 @@ def test_what_one_engine_stored_another_one_finds(serve: Serve) -> None:
 def test_files_behind_l1_outlive_a_killed_server_and_its_segment_is_removed(
     serve: Serve, directory: Path, patient: dict[str, str]
 ) -> None:
+    """S57: shared memory of a killed process is freed by the next."""
     store = f"file://{directory}/kv"
     server = serve("--chunk-tokens", str(CHUNK), "--l2", store, environ=patient)
     segment = segment_of(server)

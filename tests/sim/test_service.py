@@ -457,7 +457,7 @@ def test_an_abort_while_the_answer_is_pending_frees_everything_without_further_t
 
 
 def test_a_grant_of_a_servers_previous_life_is_refused_and_the_next_one_works() -> None:
-    """R32, R33: after a restart, commits and reads of the old life fail once and for all; new ones work."""
+    """S44; R32, R33: after a restart, commits and reads of the old life fail once and for all; new ones work."""
 
     async def scenario(world: World) -> None:
         hashes = world.hashes(1, 2)

@@ -80,6 +80,8 @@ def test_an_answer_of_retry_is_tried_again_later_and_not_for_ever(rig_of: RigOf,
 
 @pytest.mark.parametrize("answer", [StoreAnswer.FULL, StoreAnswer.FAILED])
 def test_a_store_that_fails_is_counted_and_not_repeated(rig_of: RigOf, answer: StoreAnswer) -> None:
+    """S48: a store that takes nothing is seen in the statistics."""
+
     async def scenario(rig: Any) -> None:
         rig.a.store_answer = lambda key: answer
         rig.store(rig.keys(2))
@@ -93,6 +95,8 @@ def test_a_store_that_fails_is_counted_and_not_repeated(rig_of: RigOf, answer: S
 
 
 def test_a_store_that_cannot_be_submitted_fails_and_leaves_no_lease(rig_of: RigOf) -> None:
+    """S46: what was locked for it is let go."""
+
     async def scenario(rig: Any) -> None:
         rig.a.refuse_submit = True
         rig.store(rig.keys(2))

@@ -351,6 +351,7 @@ def test_an_extra_that_names_nothing_is_refused(extra: Any) -> None:
 
 
 def test_engine_mode_takes_the_last_block_of_each_chunk() -> None:
+    """S41: the hash of a chunk is that of the block that ends it."""
     blocks = [bytes([number]) * 32 for number in range(9)]
     full = ChunkHasher(ENGINE).hash_blocks(blocks, 2)
     assert len(full) == 4

@@ -259,6 +259,31 @@ def test_an_object_under_a_copy_but_without_a_lease_is_not_evicted() -> None:
     l1.check()
 
 
+@pytest.mark.parametrize("use", ["published", "read", "copied", "renewed"])
+def test_the_first_of_a_batch_is_evicted_last(use: str) -> None:
+    """S39: what is left of a prefix without its beginning serves nobody."""
+    l1 = cache()
+    if use == "published":
+        store(l1, *K[:4])
+    for key in K[:4] if use != "published" else ():
+        store(l1, key)
+    if use in ("read", "copied"):
+        l1.reserve_read(ANN, K[:4], deadline_ns=10)
+    slots = l1.hold_read("gpu", ANN, K[:4]) if use == "copied" else []
+    if use == "copied":
+        l1.expire(10)
+    l1.unhold("gpu", slots)
+    l1.finish_read(ANN, K[:4])
+    if use == "renewed":
+        l1.reserve_read(ANN, [K[4 - 1]])
+        l1.renew([K[5], K[3], K[2], K[1], K[0]])
+        assert l1.evict(SIZE) == SIZE
+        assert not l1.contains(K[2]), "the last one has a reader"
+        return
+    assert l1.evict(2 * SIZE) == 2 * SIZE
+    assert list(l1.resident_keys()) == [*K[:2]]
+
+
 def test_a_deleted_object_under_a_copy_is_gone_and_its_slot_drains() -> None:
     l1 = cache(objects=1)
     store(l1, K[0])
@@ -472,6 +497,7 @@ def test_an_object_larger_than_the_cache_is_refused_without_emptying_it() -> Non
 
 
 def test_a_batch_that_does_not_fit_keeps_its_first_keys() -> None:
+    """S59: what fits is kept, and it is the beginning."""
     l1 = cache(objects=3)
     answers, slots = l1.reserve_write("w", K[:5], SIZE)
     assert answers == [Answer.RESERVED] * 3 + [Answer.NO_SPACE] * 2
@@ -524,12 +550,13 @@ def of(salt: str, *numbers: int) -> list[ObjectKey]:
 
 
 def test_a_tenant_over_its_quota_evicts_its_own_objects_only() -> None:
+    """S51: a store beyond a quota says so."""
     l1 = cache(quota=Quota({"small": 2 * SIZE}))
     store(l1, *of("big", 1, 2, 3))
     store(l1, *of("small", 1, 2))
     assert store(l1, *of("small", 3)) == [Answer.RESERVED]
-    assert list(l1.resident_keys()) == [*of("big", 1, 2, 3), *of("small", 2, 3)]
-    l1.reserve_read(ANN, of("small", 2, 3))
+    assert list(l1.resident_keys()) == [*of("big", 1, 2, 3), *of("small", 1, 3)]
+    l1.reserve_read(ANN, of("small", 1, 3))
     assert store(l1, *of("small", 4)) == [Answer.NO_SPACE]
     assert store(l1, *of("big", 4, 5, 6)) == [Answer.RESERVED] * 3, "there was room all the time"
     assert l1.reserve_write("w", of("small", 5), 3 * SIZE)[0] == [Answer.NO_SPACE]

@@ -93,6 +93,14 @@ def test_a_recurrent_row_falls_back_to_an_earlier_snapshot_on_a_full_hit() -> No
     assert result.loads == ((0b011, 0b010),)
 
 
+def test_a_recurrent_row_falls_back_to_an_earlier_snapshot_where_a_later_one_is_lost() -> None:
+    """S50: the attention rows have four chunks, the newest snapshots are gone."""
+    layout = layout_of(FULL, RECURRENT)
+    result = made(demand(layout, 4, prompt_tokens=5 * CHUNK), found=[(0b1111, 0b0010)])
+    assert result.length == 2
+    assert result.loads == ((0b0011, 0b0010),)
+
+
 def test_a_demand_over_the_budget_is_cut_to_the_longest_prefix_that_fits() -> None:
     """R36: the whole of a shorter prefix, never part of a longer one."""
     assert made(demand(layout_of(FULL), 8), found=[(0xFF,)], budget=350).length == 3

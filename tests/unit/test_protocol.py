@@ -354,7 +354,7 @@ def test_what_cannot_be_carried_out_is_the_peers_mistake_and_not_our_bug() -> No
     ],
 )
 def test_a_difference_in_configuration_is_refused_with_both_values(change: Any, values: tuple[str, str]) -> None:
-    """R44, R75: refused at start, instead of a cache that never hits or loads garbage."""
+    """S45; R44, R75: refused at start, instead of a cache that never hits or loads garbage."""
 
     def scenario(bench: Bench) -> None:
         bench.connection += 1
@@ -594,7 +594,7 @@ def mutated(draw: random.Random, frame: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_fuzzed_frames_are_answered_counted_and_harmless(seed: int) -> None:
-    """No frame raises, none is our bug, every one gets a reply that decodes, and the books stay straight."""
+    """S42: No frame raises, none is our bug, every one gets a reply that decodes, and the books stay straight."""
 
     def scenario(bench: Bench) -> None:
         draw = random.Random(seed)

@@ -199,8 +199,11 @@ def test_release_and_end_mean_everything_of_this_connection_up_to_the_epoch(
     for end in (False, True):
         desk = Desk()
         desk.open(epoch=5)
-        act = desk.table.end("s", connection, epoch) if end else desk.table.release("s", connection, epoch, 0)
-        assert act is ends
+        if end:
+            ended = desk.table.end("s", connection, epoch)
+            assert (None if ended is None else ended.session) == ("s" if ends else None)
+        else:
+            assert desk.table.release("s", connection, epoch, 0) is ends
         assert desk.released == (desk.owners if ends else [])
         assert len(desk.table) == (0 if end and ends else 1)
         assert desk.table.ended == (end and ends)
@@ -211,9 +214,11 @@ def test_a_released_session_keeps_its_hashes_and_an_old_end_does_not_touch_it(de
     assert desk.table.release("s", 7, 5, 0) is True
     assert desk.table.release("s", 7, 5, 0) is False
     assert desk.table.prepare("s", 2, B, [C], 0) is not None
-    assert desk.table.end("s", 7, 4) is False
-    assert desk.table.end("s", 7, 5) is True
-    assert desk.table.end("s", 7, 5) is False
+    assert desk.table.end("s", 7, 4) is None
+    session = desk.table.end("s", 7, 5)
+    assert session is not None
+    assert session.hashes == [A, B, C]
+    assert desk.table.end("s", 7, 5) is None
 
 
 def test_a_worker_is_told_the_owner_of_the_current_generation_only(desk: Desk) -> None:

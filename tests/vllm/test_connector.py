@@ -539,6 +539,7 @@ def test_limits_without_an_admission_that_has_them_are_refused() -> None:
 
 
 def test_synchronous_loads_are_refused_where_their_failure_cannot_be_told() -> None:
+    """S53: or what failed would be computed over."""
     refuse(replace(CASE, windows=(None, 16)), "several cache groups", load_async=False)
     refuse(replace(CASE, async_scheduling=True), "overlapping batches", load_async=False)
 

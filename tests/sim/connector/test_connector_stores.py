@@ -106,7 +106,7 @@ async def _step_with(desk: Any, job: Any, count: int, written: list[int]) -> Any
 
 
 def test_a_request_that_ends_in_the_step_of_its_load_stores_its_last_chunks(desk_of: DeskOf) -> None:
-    """The load is confirmed by that step's output, and only then is there something to store."""
+    """S54: The load is confirmed by that step's output, and only then is there something to store."""
 
     async def scenario(desk: Any) -> None:
         await desk.store("first", 32)

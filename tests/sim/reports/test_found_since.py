@@ -275,3 +275,83 @@ def test_a_store_that_found_no_room_can_be_made_again_as_soon_as_there_is_some(r
         rig.storage.release_holder("w")
 
     rig_of(0, adapters=(), l1_cells=2).run(scenario)
+
+
+@pytest.mark.parametrize("how", ["computed at once", "computed in steps", "loaded", "kept by the engine"])
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(desk_of: DeskOf, how: str) -> None:
+    """S39: what is left of a prefix without its beginning serves nobody."""
+    tokens = list(range(1000, 1000 + 10 * CHUNK))
+    others = list(range(5000, 5000 + 5 * CHUNK))
+
+    async def scenario(desk: Any) -> None:
+        if how != "computed in steps":
+            await desk.store("first", tokens)
+        job = desk.job("request", [*tokens, 1])
+        if how == "kept by the engine":
+            await desk.store("between", others[: 2 * CHUNK])
+            assert await desk.ask(job, local=8 * CHUNK) == 2 * CHUNK
+            desk.admit(job, 2 * CHUNK, local=8 * CHUNK)
+            await desk.step((job, 1))
+        elif how != "computed at once":
+            got = await desk.ask(job)
+            desk.admit(job, got)
+            while job.computed < len(job.tokens):
+                await desk.step((job, min(2 * CHUNK, len(job.tokens) - job.computed)))
+        await end(desk, job)
+        await desk.store("more", [token + 9000 for token in others])
+        left = desk.resident(job)
+        assert 0 < sum(left) < 10
+        assert left[: sum(left)] == [1] * sum(left), left
+
+    desk_of(l1_bytes=12 * CHUNK * 8).run(scenario)
+
+
+def test_loads_from_a_lower_tier_take_the_place_of_what_is_idle_in_l1(rig_of: RigOf) -> None:
+    """S47: 18 of 28 places are taken by what nobody reads, and a prefix of 11 is wanted."""
+
+    async def scenario(rig: Any) -> None:
+        rig.store(rig.keys(18, prompt="idle"))
+        await rig.storage.drain()
+        rig.fill_l2(rig.a, rig.keys(11))
+        job = rig.start(11)
+        await job.wait()
+        assert rig.best(job) == 11
+        assert sum(map(rig.l1.contains, rig.keys(18, prompt="idle"))) == 17
+        rig.read(job, 11)
+
+    rig_of(0, l1_cells=14, prefetch_budget_bytes=28 * 64).run(scenario)
+
+
+def test_every_chunk_of_a_long_prefix_is_the_right_one(rig_of: RigOf) -> None:
+    """S43: more than 128 chunks, some of them in L1 and the others in the store."""
+    chunks = 300
+
+    async def scenario(rig: Any) -> None:
+        keys = rig.keys(chunks)
+        rig.store(keys[::3])
+        await rig.storage.drain()
+        rig.fill_l2(rig.a, keys)
+        job = rig.start(chunks)
+        await job.wait()
+        assert rig.best(job) == chunks
+        rig.read(job, chunks)
+
+    rig_of(0, l1_cells=chunks, prefetch_budget_bytes=chunks * 64).run(scenario)
+
+
+def test_chunks_that_are_generated_are_stored_while_the_request_runs(desk_of: DeskOf) -> None:
+    """S58: a chunk whose last token is sampled in one step is full of KV after the next."""
+
+    async def scenario(desk: Any) -> None:
+        job = desk.job("one", 20)
+        desk.admit(job, await desk.ask(job), tables=desk.table(5 * CHUNK))
+        await desk.step((job, 20))
+        for number in range(3 * CHUNK):
+            job.tokens.append(700 + number)
+            desk.know(job.tokens)
+            await desk.step((job, 1))
+        await desk.settle()
+        assert desk.resident(job) == [1, 1, 1, 1]
+        await end(desk, job)
+
+    desk_of().run(scenario)

@@ -223,7 +223,7 @@ class _ReadsFail(RecordHook):
 
 
 def test_answers_from_an_index_do_not_keep_a_breaker_from_opening(rig_of: Any) -> None:
-    """R56: every request's lookup succeeds, from the index in memory, and every load fails: it opens all the same."""
+    """S49; R56: each lookup succeeds, from the index in memory, and every load fails: it opens all the same."""
     rig = rig_of(0, adapters=())
 
     async def scenario(rig: Any) -> None:

@@ -99,6 +99,7 @@ def test_a_dead_server_and_one_that_comes_back_empty(stage):
 
 
 def test_a_restart_between_two_requests_costs_none(stage):
+    """S56: a connection that the server has closed is no connection."""
     server, _, store, keys, payloads = stage(**PATIENT)
     errors = store.adapter.statistics().io_errors
     server.restart()

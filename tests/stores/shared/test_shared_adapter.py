@@ -247,6 +247,24 @@ def test_the_oldest_goes_first_and_use_makes_young(kit, store, begin):
     assert process.adapter.statistics().evictions == 2
 
 
+@pytest.mark.parametrize("use", ["stored", "looked up", "loaded"])
+def test_of_a_prefix_the_end_is_evicted_first(kit, store, begin, use):
+    """S39: what is left of a prefix without its beginning serves nobody."""
+    process = begin(capacity_bytes=kit.size_of(4), rescan_bytes=1 << 40)
+    keys, payloads = kit.many(range(4))
+    for one, payload in zip(keys, payloads) if use != "stored" else ():
+        process.store([one], [payload])
+    if use == "stored":
+        process.store(keys, payloads)
+    elif use == "looked up":
+        process.lookup(keys)
+        process.adapter.submit_unlock(keys)
+    else:
+        process.load(keys, [100] * 4)
+    assert process.store(*kit.many([10, 11])) == [STORED] * 2
+    assert set(store.records) == {kit.key(number) for number in (0, 1, 10, 11)}
+
+
 def test_what_is_locked_loading_or_being_looked_up_is_never_evicted(kit, store, begin):
     process = begin(capacity_bytes=kit.size_of(3), rescan_bytes=1 << 40)
     keys, payloads = kit.many(range(3))
@@ -296,7 +314,7 @@ def test_a_victim_that_the_store_does_not_let_go_stays_accounted(kit, store, beg
     process = begin(capacity_bytes=kit.size_of(2), rescan_bytes=1 << 40)
     keys, payloads = kit.many(range(2))
     process.store(keys, payloads)
-    store.failing.add(keys[0])
+    store.failing.add(keys[1])
     assert process.store(*kit.many([5])) == [STORED]
     assert process.adapter.usage().objects == 3
     assert process.adapter.statistics().io_errors == 1
