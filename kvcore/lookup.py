@@ -9,12 +9,13 @@ A lookup is sent to every server. Each server's part walks
                                               ASKED --lost----> WAITING       (QUERY is idempotent: ask again)
                                               ASKED --ready---> READY
                                               ASKED --failed--> FAILED
+                                   WAITING --hurry--> ASKED             (to answer with what is there)
     SENT / WAITING / ASKED --deadline, failure elsewhere, release--> GIVEN_UP
     SENT / ASKED --refused or unknown there--> ABSENT     (that server holds nothing for us)
 
 1. No QUERY before that server's acknowledgement, and never two QUERYs of one server at once.
 2. The first QUERY follows the acknowledgement at once; after a pending answer the next one waits `poll_ns`, doubling up
-   to `poll_ns_max`. A pending answer is never followed by an immediate re-query.
+   to `poll_ns_max`. A pending answer is never followed by an immediate re-query, but once: in a hurry (8).
 3. All parts READY: the outcome is the *intersection* of their sets of servable lengths. A minimum of best lengths
    would be wrong for window and recurrent rows.
 4. One part failed, absent, or not ready at the deadline: the outcome is "nothing" ({0}) with the reason, at once;
@@ -23,6 +24,8 @@ A lookup is sent to every server. Each server's part walks
    for a lookup which we have given up has not seen our release (or answered before it), so it is told again.
 6. `settle(L)` names the length that is used; each server gives back what L does not need. L = 0 releases everywhere.
 7. Queries carry a serial number per server; a reply to any but the outstanding one is late.
+8. `hurry`: each server that has not answered is asked, as soon as rule 1 allows, to do so with what it has by then.
+   Every QUERY from then on says so. What follows from the answers does not change.
 
 The caller sends the returned `Action`s, in order; `next_due_ns` says when `tick` has something to do.
 
@@ -69,12 +72,13 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One message the caller must send. `serial` belongs to QUERY, `length` to SETTLE."""
+    """One message the caller must send. `serial` and `hurry` belong to QUERY, `length` to SETTLE."""
 
     kind: ActionKind
     server: int
     serial: int = 0
     length: int = 0
+    hurry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +108,21 @@ class Pace:
 class _Part:
     """One server's share of the lookup."""
 
-    __slots__ = ("due_ns", "lengths", "phase", "serial", "wait_ns")
+    __slots__ = ("due_ns", "hurried", "lengths", "phase", "serial", "wait_ns")
 
     def __init__(self, wait_ns: int) -> None:
         self.phase = Phase.SENT
         self.serial = 0
         self.due_ns: int | None = None
         self.wait_ns = wait_ns
+        self.hurried = False  # its last QUERY was
         self.lengths = 0
 
 
 class LookupState:
     """See the module text. One object per (session, generation)."""
 
-    __slots__ = ("_chunks", "_closed", "_deadline_ns", "_outcome", "_pace", "_parts", "_settled", "late")
+    __slots__ = ("_chunks", "_closed", "_deadline_ns", "_hurry", "_outcome", "_pace", "_parts", "_settled", "late")
 
     def __init__(self, servers: int, chunks: int, deadline_ns: int, pace: Pace) -> None:
         if servers < 1:
@@ -131,6 +136,7 @@ class LookupState:
         self._outcome: LookupOutcome | None = None
         self._settled: int | None = None
         self._closed = False
+        self._hurry = False
         self.late = 0
 
     @property
@@ -179,16 +185,14 @@ class LookupState:
         """Not finished there; ask again later."""
         if not self._expects(server, serial):
             return self._late(server)
-        self._wait(server, now_ns)
-        return []
+        return self._wait(server, now_ns)
 
     def lost(self, server: int, serial: int, now_ns: int) -> list[Action]:
         """No reply to this QUERY will come any more. Asking again is free of effects, so we do, at the same pace."""
         if not self._expects(server, serial):
             self.late += 1
             return []
-        self._wait(server, now_ns)
-        return []
+        return self._wait(server, now_ns)
 
     def ready(self, server: int, serial: int, lengths: int) -> list[Action]:
         """The server holds, under lease, what every length in `lengths` needs of it."""
@@ -225,6 +229,16 @@ class LookupState:
             silent = [str(i) for i, part in enumerate(self._parts) if part.phase in _UNDECIDED]
             return self._give_up(f"no result from server {', '.join(silent)} before the deadline")
         return [self._ask(i) for i, part in enumerate(self._parts) if part.due_ns is not None and part.due_ns <= now_ns]
+
+    def hurry(self, now_ns: int) -> list[Action]:
+        """Stop waiting: what is there now shall do. Again, or after the outcome: no effect."""
+        if self._outcome is not None or self._hurry:
+            return []
+        self._hurry = True
+        for part in self._parts:
+            if part.phase is Phase.WAITING:
+                part.due_ns = now_ns
+        return self.tick(now_ns)
 
     def settle(self, length: int) -> list[Action]:
         """Use `length` chunks of the outcome. Once; 0 releases everything."""
@@ -265,15 +279,19 @@ class LookupState:
         part.phase = Phase.ASKED
         part.due_ns = None
         part.serial += 1
-        return Action(ActionKind.QUERY, server, serial=part.serial)
+        part.hurried = self._hurry
+        return Action(ActionKind.QUERY, server, serial=part.serial, hurry=part.hurried)
 
-    def _wait(self, server: int, now_ns: int) -> None:
+    def _wait(self, server: int, now_ns: int) -> list[Action]:
         part = self._parts[server]
         assert part.phase is Phase.ASKED
         part.phase = Phase.WAITING
+        if self._hurry and not part.hurried:
+            return [self._ask(server)]
         part.due_ns = now_ns + part.wait_ns
         part.wait_ns = min(2 * part.wait_ns, self._pace.poll_ns_max)
         assert part.due_ns > now_ns, "a pending answer must not be followed by an immediate re-query"
+        return []
 
     def _conclude(self) -> None:
         if any(part.phase is not Phase.READY for part in self._parts):

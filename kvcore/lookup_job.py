@@ -114,6 +114,8 @@ class Controller(Protocol):
 
     def settle(self, job: LookupJob, length: int) -> None: ...
 
+    def hurry(self, job: LookupJob) -> None: ...
+
     def cancel(self, job: LookupJob, reason: str) -> None: ...
 
     def loads_ended(self, job: LookupJob, arrived: Sequence[ObjectKey], lost: Sequence[ObjectKey]) -> None: ...
@@ -172,6 +174,10 @@ class LookupJob:
     def settle(self, length: int) -> None:
         """Keep exactly the leases that `length` needs. Repeating it changes nothing; 0 gives everything back."""
         self.controller.settle(self, length)
+
+    def hurry(self) -> None:
+        """Answer now, with what is held, as at the deadline. No effect once there is an answer."""
+        self.controller.hurry(self)
 
     def cancel(self) -> None:
         """Give everything back. Idempotent; a load that others wait for goes on."""

@@ -6,7 +6,7 @@ A `LookupJob` goes through these phases, forwards only:
 
     start --observe--> [waiting] --admitted--> looking --all adapters answered--> loading --last load ended--> answered
       |                    |                      |                                  |                            |
-      |  nothing can come  |       the job's deadline, in any phase: answer with what is held now                 |
+      |  nothing can come  |  the job's deadline, or `hurry`, in any phase: answer with what is held now         |
       `--------------------+----------------------+-----------> answered <-----------'           settle, reads -> ended
                                 cancel, in any phase: give everything back -----------------------------------> ended
 
@@ -79,6 +79,7 @@ class PrefetchStatistics:
     ready: int
     cancelled: int
     deadlines: int
+    hurried: int
     expired: int
     replanned: int
     cells_asked: int
@@ -125,7 +126,7 @@ class PrefetchController:
         )
         self._jobs: dict[Owner, LookupJob] = {}
         self._closed = False
-        self._started = self._ready = self._cancelled = self._deadlines = self._expired = 0
+        self._started = self._ready = self._cancelled = self._deadlines = self._hurried = self._expired = 0
         self._replanned = self._cells_asked = self._cells_l1 = self._cells_found = 0
 
     # Starting
@@ -371,10 +372,18 @@ class PrefetchController:
     # Answering and ending
 
     def _deadline(self, job: LookupJob) -> None:
+        self._deadlines += 1
+        self._cut_short(job, "prefetch.deadline")
+
+    def hurry(self, job: LookupJob) -> None:
+        if job.state is LookupState.PENDING:
+            self._hurried += 1
+            self._cut_short(job, "prefetch.hurry")
+
+    def _cut_short(self, job: LookupJob, label: str) -> None:
         assert job.phase is not Phase.LOOKING or job.lookups, "all stores have answered, and nothing was planned"
         assert job.phase is not Phase.LOADING or job.joined, "all its loads have ended, and it was not answered"
-        self._deadlines += 1
-        self._tracer.event("prefetch.deadline", job.owner.session, job.owner.generation, job.phase.value)
+        self._tracer.event(label, job.owner.session, job.owner.generation, job.phase.value)
         self._answer(job)
 
     def _answer(self, job: LookupJob) -> None:
@@ -490,6 +499,7 @@ class PrefetchController:
             ready=self._ready,
             cancelled=self._cancelled,
             deadlines=self._deadlines,
+            hurried=self._hurried,
             expired=self._expired,
             replanned=self._replanned,
             cells_asked=self._cells_asked,

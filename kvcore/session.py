@@ -12,7 +12,8 @@ most one current lookup:
 1. `open` begins a generation. The leases of the one before are released first; a load that somebody has joined goes on.
 2. Every opened lookup gets an `Owner` with a number that this server has never used, so no operation of an older life -
    not even one with the same session and generation - can touch its leases.
-3. `verdict` is idempotent: the first READY or FAILED is kept and repeated unchanged until release or end.
+3. `verdict` is idempotent: the first READY or FAILED is kept and repeated unchanged until release or end. Whoever is in
+   a hurry ends a pending job first; it answers with what it holds, and that is the verdict for everybody.
 4. A lookup is *named* by (session, generation, epoch) and by the connection it came from. RELEASE and END carry an
    epoch and mean "up to this epoch": a repeated or late one cannot hit a later life of a reused request id.
 5. Whoever is released is released through one path, `_drop_lookup`: cancel the job, give back what the owner holds.
@@ -51,6 +52,8 @@ class Job(Protocol):
     def reason(self) -> str: ...
 
     def settle(self, length: int) -> Any: ...
+
+    def hurry(self) -> Any: ...
 
     def cancel(self) -> Any: ...
 
@@ -173,12 +176,15 @@ class SessionTable:
         session.salt = salt
         self.opened += 1
 
-    def verdict(self, name: str, lookup: LookupName, now_ns: int) -> Verdict:
-        """What QUERY answers. Idempotent."""
+    def verdict(self, name: str, lookup: LookupName, now_ns: int, *, hurry: bool = False) -> Verdict:
+        """What QUERY answers. Idempotent, in a hurry too."""
         session = self.find(name, now_ns)
         if session is None or session.lookup != lookup:
             return _UNKNOWN
         if session.verdict is None:
+            assert session.job is not None, "a lookup has a job"
+            if hurry:
+                session.job.hurry()
             session.verdict = _verdict_of(session.job)
         return session.verdict if session.verdict is not None else _PENDING
 
@@ -287,9 +293,8 @@ def _covers(lookup: LookupName, connection: int, epoch: int) -> bool:
     return lookup.connection == connection and lookup.epoch <= epoch
 
 
-def _verdict_of(job: Job | None) -> Verdict | None:
+def _verdict_of(job: Job) -> Verdict | None:
     """READY or FAILED once the job says so; None while it is pending."""
-    assert job is not None, "a lookup has a job"
     name = job.state.name
     if name == "READY":
         assert job.lengths & 1, "the empty prefix is always servable"

@@ -2,8 +2,8 @@
 
     always       what was found is promised
     if-it-pays   the product's measurements decide, in the world's time; every other seed has an objective to keep
-    drawn        chance decides: any servable length, or none, and any lookup may be given up. No policy can do worse,
-                 and no output may depend on it
+    drawn        chance decides: any servable length, or none, and any lookup may be hurried or not begun. No policy can
+                 do worse, and no output may depend on it
 
 `drawn` draws from a stream of its own, and stops when it is told that the faults are over: what is then still not
 loaded was lost, and not refused.
@@ -23,7 +23,7 @@ from kvcore.admission import Limits
 from kvcore.bitmap import bits
 from kvcore.connectors.admission import Admission, LoadAll
 from kvcore.connectors.measured import LoadIfItPays
-from kvcore.connectors.tracker import RequestTracker
+from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.errors import ConfigError
 from kvcore.groups import CacheLayout
 from kvcore.ladder.result import Floors
@@ -47,7 +47,7 @@ class DrawnAdmission(LoadAll):
         self._over = over
 
     def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
-        return self._over() or not self._stream.chance(1, 40)
+        return self._over() or not self._stream.chance(1, 40 if tracker.phase is Phase.IDLE else 10)
 
     def length(self, tracker: RequestTracker, local_tokens: int) -> int:
         if self._over() or self._stream.chance(1, 3):

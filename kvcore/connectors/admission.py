@@ -9,7 +9,8 @@ systems whose link or store may be slower than their GPU, and somebody must want
 
 A policy is told what happens to requests and steps, and asked twice per generation at most:
 
-    worth_asking   before the lookup, and again at each question while it is pending; False: the request is computed
+    worth_asking   before the lookup, and again at each question while it is pending; False: the request is computed,
+                   or, once the lookup runs, what has arrived by now is all that it will have found
     length         once, when the lookup has been answered: the member of the set of lengths that is promised
 
 Both answers are kept by the tracker for the generation, so the engine is told the same however often it asks. What was
@@ -38,7 +39,10 @@ class Admission(Protocol):
         ...
 
     def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
-        """Is a lookup for `tokens` tokens worth beginning, or, where one is pending, worth waiting for?"""
+        """Is a lookup for `tokens` tokens worth beginning, or, where one is pending, worth waiting for?
+
+        After a False for a pending one it is not asked again in this generation; `length` may be.
+        """
         ...
 
     def asks(self, tracker: RequestTracker) -> None:

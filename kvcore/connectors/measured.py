@@ -18,7 +18,9 @@ Everything comes from the calls of the engine and from the workers' reports; no 
 Two questions, one decision. `length`, when the lookup is over: is loading what was found cheaper than computing it?
 `worth_asking`, before and while it runs: would it be, if everything were found and it took as long as such lookups do?
 A lookup that is late is taken to last as long again as it is late (Lindy's law), so one that hangs in a slow store is
-given up about when computing would have been the better choice, and costs at most about twice the better one.
+waited for until about when computing would have been the better choice, and costs at most about twice the better one.
+Then it is hurried: `length` decides about what has arrived. Its seconds are no sample, as its end was not its own; how
+long such lookups take by now is learnt from those that are waited for all the same (below).
 
 A decision compares the whole found prefix with nothing. Pieces are loaded only to measure a way that nothing went over
 for long (`kvcore.admission`): every PROBE_AFTER-th lookup that was not worth its wait is waited for all the same, and
@@ -87,7 +89,7 @@ class AdmissionStatistics:
 
     decided_load: int
     decided_compute: int
-    lookups_unwanted: int  # not begun, or given up
+    lookups_unwanted: int  # not begun, or not waited for any longer
     steps_measured: int
     loads_measured: int
     lookups_measured: int

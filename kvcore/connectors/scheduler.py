@@ -20,8 +20,9 @@ without the cache. Two exceptions: while an asynchronous load runs the answer is
 and after one that ended well it is 0 (it is not loaded a second time).
 
 How much of what was found is promised is the admission's to say (`admission.py`), once per generation; the rest goes
-back at once. It may also find a lookup not worth its time, before it begins or while it runs: then nothing is promised
-in this generation. The engine, asked to compute, is not told why.
+back at once. It may also find a lookup not worth its time: before it begins, then nothing is promised in this
+generation; or while it runs, then it is hurried, and what has arrived by then is what was found. The answer is taken at
+the engine's next question; if it is not there, nothing is promised. The engine, asked to compute, is not told why.
 
 A lookup is made with the local prefix of that moment (`skip_chunks`): nothing the engine has is prefetched. If the
 local prefix has shrunk, or the tokens have changed, when the answer is used, the lookup is made again.
@@ -56,7 +57,7 @@ from kvcore.connectors.views import NULL_BLOCK, BlockTable, Finished, RequestVie
 from kvcore.errors import CallerError
 from kvcore.groups import CacheLayout
 from kvcore.keys import ChunkHasher
-from kvcore.lookup import NOTHING
+from kvcore.lookup import NOTHING, LookupOutcome
 from kvcore.runtime.confined import LoopConfined
 from kvcore.service.client import SchedulerClient
 
@@ -88,6 +89,7 @@ class SchedulerConnectorStatistics:
     tokens_hit: int  # of these, promised and taken
     tokens_refused: int  # found, and computed because the admission would rather have it so
     lookups_unwanted: int  # not begun, or given up, as not worth their time
+    lookups_hurried: int  # not waited for any longer: what was there by then was taken, or they were given up
     loads_planned: int
     loads_open: int
     cells_load_planned: int
@@ -180,11 +182,21 @@ class SchedulerConnector:
 
     def _poll(self, tracker: RequestTracker, local_tokens: int) -> None:
         outcome = self._client.poll(tracker.session, tracker.generation)
+        if outcome is None and tracker.hurried:
+            self._refuse_lookup(tracker)  # a server that does not even tell what it has
+            return
+        if outcome is None and not self.admission.worth_asking(tracker, tracker.looked_up_tokens, local_tokens):
+            outcome = self._hurry(tracker)
         if outcome is not None:
             tracker.fix(outcome.lengths)
             self._choose(tracker, local_tokens)
-        elif not self.admission.worth_asking(tracker, tracker.looked_up_tokens, local_tokens):
-            self._refuse_lookup(tracker)
+
+    def _hurry(self, tracker: RequestTracker) -> LookupOutcome | None:
+        """Waiting does not pay any more; what has arrived may. The next question gets the answer, or gives it up."""
+        tracker.hurried = True
+        self._counts["lookups_hurried"] += 1
+        self._client.hurry(tracker.session, tracker.generation)
+        return self._client.poll(tracker.session, tracker.generation)
 
     def _choose(self, tracker: RequestTracker, local_tokens: int) -> None:
         """What was found and is not promised goes back at once: others may want the room."""

@@ -96,6 +96,7 @@ class RequestTracker:
     outdated: bool = False
     phase: Phase = Phase.IDLE
     leased: bool = False  # the servers may hold leases for it
+    hurried: bool = False  # its lookup was told to end with what is there
     lengths: int = 1  # servable lengths as a bit set; bit 0 is always set
     chosen: int | None = None  # chunks that the admission promises; None: all that were found
     looked_up_tokens: int = 0
@@ -122,7 +123,7 @@ class RequestTracker:
             self.hashes, self.outdated = [], False
         self.resumed = self.resumed or self.computed_tokens > 0
         self.phase = Phase.IDLE
-        self.lengths, self.chosen = 1, None
+        self.lengths, self.chosen, self.hurried = 1, None, False
         self.looked_up_tokens = self.skip_chunks = 0
         self.local_tokens = self.promised_tokens = self.delivered_tokens = 0
         self.computed_tokens = self.stored_chunks = 0

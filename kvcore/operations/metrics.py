@@ -220,6 +220,13 @@ METRICS: tuple[Metric, ...] = (
         _of("storage", "prefetch", "deadlines"),
     ),
     Metric(
+        "kvcore_lookup_hurried_total",
+        "counter",
+        "lookups",
+        "Lookups answered before their end, because the engine would not wait any longer",
+        _of("storage", "prefetch", "hurried"),
+    ),
+    Metric(
         "kvcore_lookup_waiting",
         "gauge",
         "lookups",

@@ -53,13 +53,14 @@ Field = str | int | bytes
 
 
 class _Open:
-    """A span that has begun, and what is counted until it ends."""
+    """A span that has begun, and what is counted until it ends. `outcome`: of a lookup that will be answered."""
 
-    __slots__ = ("counts", "span")
+    __slots__ = ("counts", "outcome", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self.counts: dict[str, int] = {}
+        self.outcome = "ready"
 
     def add(self, **counts: int) -> None:
         for name, count in counts.items():
@@ -85,6 +86,7 @@ class SpanTracer:
             "prefetch.plan": self._lookup_plan,
             "prefetch.loaded": self._lookup_loaded,
             "prefetch.deadline": self._lookup_deadline,
+            "prefetch.hurry": self._lookup_hurry,
             "prefetch.ready": self._lookup_ready,
             "prefetch.failed": self._lookup_failed,
             "store.begin": self._store_begin,
@@ -146,16 +148,21 @@ class SpanTracer:
         self._note("loaded", session, generation, cells=arrived, lost=lost, bytes=loaded)
 
     def _lookup_deadline(self, session: str, generation: int, phase: str) -> None:
+        self._cut_short("deadline", session, generation, phase)
+
+    def _lookup_hurry(self, session: str, generation: int, phase: str) -> None:
+        self._cut_short("hurry", session, generation, phase)
+
+    def _cut_short(self, why: str, session: str, generation: int, phase: str) -> None:
         found = self._open.get(("lookup", session, generation))
         if found is not None:
-            found.add(deadline=1)
-        self._note("deadline", session, generation, phase=phase)
+            found.outcome = why
+        self._note(why, session, generation, phase=phase)
 
     def _lookup_ready(self, session: str, generation: int, chunks: int) -> None:
         found = self._open.pop(("lookup", session, generation), None)
         if found is not None:
-            late = found.counts.pop("deadline", 0)
-            found.end(chunks_hit=chunks, outcome="deadline" if late else "ready")
+            found.end(chunks_hit=chunks, outcome=found.outcome)
 
     def _lookup_failed(self, session: str, generation: int, reason: str) -> None:
         found = self._open.pop(("lookup", session, generation), None)

@@ -18,10 +18,11 @@ tells *which request* it was, so the sender gets an error it can match instead o
   before its restart can be used after it.
 
 Every request gets exactly one reply. LOOKUP's is an acknowledgement only; whatever takes time is asked for again with
-QUERY. KV bytes never travel: STORE and RETRIEVE answer with (offset, size, slot generation) in a named segment;
-STORE_PAGES and RETRIEVE_PAGES name blocks of the pages that the worker has registered (a segment, and where each
-group's blocks lie in it), and the server copies. A cell of these is *running* until COPIED says that it is not: its
-blocks may be read or written so long. COPIES may be asked as often as one likes.
+QUERY; a client that will not wait any longer says so there (`hurry`), and repeating that changes nothing. KV bytes
+never travel: STORE and RETRIEVE answer with (offset, size, slot generation) in a named segment; STORE_PAGES and
+RETRIEVE_PAGES name blocks of the pages that the worker has registered (a segment, and where each group's blocks lie in
+it), and the server copies. A cell of these is *running* until COPIED says that it is not: its blocks may be read or
+written so long. COPIES may be asked as often as one likes.
 
     request                     replies
     HELLO                       WELCOME
@@ -65,7 +66,7 @@ from kvcore.service.shapes import Identity as Identity
 from kvcore.service.shapes import PageSegment as PageSegment
 from kvcore.service.shapes import ServerLimits as ServerLimits
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change that an older peer would misread."""
 
 _MAGIC = b"KV"
@@ -142,9 +143,12 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Query(Message, frozen=True, tag="query"):
+    """`hurry`: a lookup that is pending ends now, and is READY with what it holds."""
+
     session: Name
     generation: Count
     epoch: Count
+    hurry: bool = False
 
 
 class Settle(Message, frozen=True, tag="settle"):

@@ -172,6 +172,13 @@ class SchedulerClient:
         """The outcome once it is fixed, then always the same; None while it is not. Sends nothing."""
         return self._current(session, generation).outcome
 
+    def hurry(self, session: str, generation: int) -> None:
+        """Stop waiting: servers that have not answered do so with what they hold. Again, or after that: nothing."""
+        lookup = self._current(session, generation)
+        if lookup.state is not None:
+            self._perform(session, lookup, lookup.state.hurry(self._clock.now_ns()))
+            self._after(session, lookup)
+
     async def wait(self, session: str, generation: int) -> LookupOutcome:
         """Return the outcome when it is fixed; bounded by the lookup time-out."""
         lookup = self._current(session, generation)
@@ -377,7 +384,7 @@ class SchedulerClient:
 
     def _send_query(self, session: str, lookup: _Lookup, action: Action) -> None:
         self._counts["queries"] += 1
-        message = wire.Query(session, lookup.generation, lookup.epoch)
+        message = wire.Query(session, lookup.generation, lookup.epoch, action.hurry)
         server, serial = action.server, action.serial
         self._connections[server].request(
             message, lambda reply: self._query_replied(session, lookup, server, serial, reply)

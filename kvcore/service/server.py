@@ -365,7 +365,7 @@ class CacheServer:
 
     def _query(self, header: Header, request: wire.Query) -> Reply:
         name = LookupName(header.connection, request.generation, request.epoch)
-        verdict = self._sessions.verdict(request.session, name, self._clock.now_ns())
+        verdict = self._sessions.verdict(request.session, name, self._clock.now_ns(), hurry=request.hurry)
         if verdict.kind is VerdictKind.READY:
             return wire.Ready(wire.pack_bits(verdict.lengths))
         if verdict.kind is VerdictKind.FAILED:

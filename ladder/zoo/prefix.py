@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.ladder.zoo.mutant import Edit, bug
+from kvcore.ladder.zoo.mutant import Edit, bug, hard
 
 _RULE = "kvcore.groups:_Rule"
 _LAYOUT = "kvcore.groups:CacheLayout"
@@ -129,6 +129,20 @@ MUTANTS = (
             "kvcore.lookup:LookupState._conclude",
             "self._fix(LookupOutcome(lengths))",
             "self._fix(LookupOutcome(lengths | 1 << min(part.lengths.bit_length() - 1 for part in self._parts)))",
+        ),
+    ),
+    hard(
+        "hurried_lookup_promises_what_is_still_coming",
+        "C",
+        "who would not wait is promised also what is still being loaded, and nothing holds it for him (R08, R24)",
+        "prefix lost",
+        Edit(
+            "kvcore.prefetch:PrefetchController.hurry",
+            """        self._cut_short(job, "prefetch.hurry")\n""",
+            """        coming = union(job.held, job.cells.rows(job.joined))
+        self._cut_short(job, "prefetch.hurry")
+        job.lengths |= job.demand.fold(coming)
+""",
         ),
     ),
 )

@@ -114,6 +114,7 @@ _CONNECTOR: Table = {
     "load_failures": sometimes("connector.load_failed", "an admitted load brought less than was promised"),
     "tokens_refused": sometimes("connector.refused", "the admission promised less than was found"),
     "lookups_unwanted": sometimes("connector.lookup_unwanted", "a lookup was given up, or not begun, as too dear"),
+    "lookups_hurried": sometimes("connector.lookup_hurried", "a lookup was told to end with what had arrived"),
 }
 _WORKER: Table = {
     "stores_cancelled": sometimes("worker.store_cancelled", "a fence took cells from a store", common=True),

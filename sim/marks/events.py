@@ -22,6 +22,7 @@ DEADLINE_LOADING = sometimes("prefetch.deadline_loading", "a lookup's deadline c
 DEADLINE_SERVED = sometimes(
     "prefetch.deadline_served", "a lookup got a hit at its deadline from what was there by then"
 )
+HURRIED_SERVED = sometimes("prefetch.hurried_served", "a lookup got a hit from what was there when it was hurried")
 REFOLD_SHORTER = sometimes("prefetch.refold_shorter", "after a partial load a shorter prefix was served", common=True)
 REFOLD_NOTHING = sometimes("prefetch.refold_nothing", "after a partial load nothing could be served", common=True)
 DISAGREE = sometimes("lookup.servers_disagree", "two servers could serve different lengths of one prompt", common=True)
@@ -65,7 +66,7 @@ class EventMarks:
     def __init__(self, marks: Sometimes, trace: Trace) -> None:
         self._hit = marks.hit
         self._planned: dict[_Job, object] = {}  # chunks of plans that load
-        self._late: dict[_Job, None] = {}  # answered at the deadline
+        self._early: dict[_Job, Mark] = {}  # answered before all was there: what it means if that was a hit
         self._lengths: dict[object, dict[str, object]] = {}  # session -> server -> chunks
         self._loads: dict[tuple[object, object], object] = {}  # cells of an open load task
         self._last_load: tuple[int, str, object] = (-1, "", "")  # (time, server, adapter)
@@ -77,6 +78,7 @@ class EventMarks:
         return {
             "prefetch.plan": self._plan,
             "prefetch.deadline": self._deadline,
+            "prefetch.hurry": self._hurry,
             "prefetch.ready": self._ready,
             "writeback.late": lambda event: self._hit(WRITEBACK_LATE),
             "l2.load": self._load,
@@ -102,7 +104,11 @@ class EventMarks:
     def _deadline(self, event: TraceEvent) -> None:
         session, generation, phase = event.fields
         self._hit(_BY_PHASE[str(phase)])
-        self._late[_process(), session, generation] = None
+        self._early[_process(), session, generation] = DEADLINE_SERVED
+
+    def _hurry(self, event: TraceEvent) -> None:
+        session, generation, _ = event.fields
+        self._early[_process(), session, generation] = HURRIED_SERVED
 
     def _ready(self, event: TraceEvent) -> None:
         session, generation, chunks = event.fields
@@ -110,9 +116,8 @@ class EventMarks:
         planned = self._planned.pop(job, 0)
         if planned != chunks and planned:
             self._hit(REFOLD_SHORTER if chunks else REFOLD_NOTHING)
-        if job in self._late:
-            del self._late[job]
-            self._hit(DEADLINE_SERVED, int(bool(chunks)))
+        if job in self._early:
+            self._hit(self._early.pop(job), int(bool(chunks)))
         self._compare(session, job[0], chunks)
 
     def _compare(self, session: object, server: str, chunks: object) -> None:

@@ -36,11 +36,11 @@ class ModelServer:
     restarted: bool = False
     queries: int = 0
 
-    def query(self) -> str:
+    def query(self, hurry: bool) -> str:
         self.queries += 1
         if not self.knows:
             return "unknown"
-        if self.polls_left > 0:
+        if self.polls_left > 0 and not hurry:
             self.polls_left -= 1
             return "pending"
         return "ready"
@@ -64,6 +64,8 @@ class LookupMachine(RuleBasedStateMachine):
         self.last_pending_ns: dict[int, int] = {}
         self.settled: int | None = None
         self.past: list[tuple[int, str, int]] = []  # replies that were delivered
+        self.hurry = False
+        self.hurried: set[int] = set()  # servers that were asked in a hurry
 
     # --- the client's actions --------------------------------------------------------------------------------------
 
@@ -73,8 +75,12 @@ class LookupMachine(RuleBasedStateMachine):
             if action.kind is ActionKind.QUERY:
                 assert server.acknowledged, "QUERY before the acknowledgement"
                 assert self.outstanding[action.server] == 0, "two queries at once"
-                assert self.last_pending_ns.get(action.server, -1) < self.now_ns, "an immediate re-query"
+                first = self.hurry and action.server not in self.hurried
+                assert first or self.last_pending_ns.get(action.server, -1) < self.now_ns, "an immediate re-query"
                 assert self.state.outcome is None, "a query after the outcome"
+                assert action.hurry is self.hurry, "a server may keep us waiting"
+                if action.hurry:
+                    self.hurried.add(action.server)
                 self.outstanding[action.server] += 1
             self.up[action.server].append(action)
 
@@ -93,7 +99,7 @@ class LookupMachine(RuleBasedStateMachine):
             return
         assert isinstance(message, Action)
         if message.kind is ActionKind.QUERY:
-            self.down[index].append((server.query(), message.serial))
+            self.down[index].append((server.query(message.hurry), message.serial))
         elif message.kind is ActionKind.SETTLE:
             server.settled = message.length
         else:
@@ -170,6 +176,17 @@ class LookupMachine(RuleBasedStateMachine):
     def time_passes(self, step_ns: int) -> None:
         self.now_ns += step_ns
         self.perform(self.state.tick(self.now_ns))
+
+    @rule()
+    def the_engine_will_not_wait(self) -> None:
+        self.hurry = self.hurry or self.state.outcome is None
+        self.perform(self.state.hurry(self.now_ns))
+
+    @invariant()
+    def in_a_hurry_nobody_who_may_be_asked_is_waited_for(self) -> None:
+        if self.hurry and self.state.outcome is None:
+            waiting = [i for i, phase in enumerate(self.state.phases) if phase is Phase.WAITING]
+            assert self.hurried.issuperset(waiting), "a server was not told to hurry"
 
     @precondition(lambda self: self.state.outcome is not None and self.settled is None)
     @rule(data=st.data())
@@ -290,3 +307,17 @@ def test_a_poll_without_a_pause_is_found(finds, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(LookupState, "pending", pending)
     assert "re-query" in finds(LookupMachine)
+
+
+def test_a_hurry_that_forgets_who_is_being_asked_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The QUERY that is out was sent before: its pending answer is waited over as if nobody were in a hurry."""
+    original = LookupState.hurry
+
+    def hurry(self: LookupState, now_ns: int) -> list[Action]:
+        actions = original(self, now_ns)
+        for part in self._parts:
+            part.hurried = True
+        return actions
+
+    monkeypatch.setattr(LookupState, "hurry", hurry)
+    assert "not told to hurry" in finds(LookupMachine)

@@ -30,6 +30,7 @@ from kvcore.keys import ObjectKey
 from kvcore.l2 import pump
 from kvcore.l2.adapter import StoreAnswer
 from kvcore.loads import LoadTable
+from kvcore.planner import union
 from kvcore.prefetch import PrefetchController
 from kvcore.sim.oracles.hits import usable_prefix
 from kvcore.writeback import WritebackController
@@ -254,6 +255,14 @@ class StorageMachine(RuleBasedStateMachine):
         self.act(lambda: self.rig.storage.release_owner(asked.job.owner), wait_ns)
         asked.over = True
         assert asked.job.leases == 0
+
+    @precondition(lambda self: [asked for asked in self.asked if not asked.over])
+    @rule(data=st.data(), wait_ns=st.sampled_from((0, 1)))
+    def hurry(self, data: st.DataObject, wait_ns: int) -> None:
+        """An answer at once, whatever has arrived; the invariants hold it to its word. A second time: no effect."""
+        asked = data.draw(st.sampled_from([each for each in self.asked if not each.over]))
+        self.act(asked.job.hurry, wait_ns)
+        assert asked.job.state.name == "READY"
 
     # Stores of a worker
 
@@ -516,6 +525,19 @@ def test_a_lookup_without_a_deadline_is_found(finds, monkeypatch: pytest.MonkeyP
     """R35."""
     monkeypatch.setattr(PrefetchController, "_deadline", lambda self, job: None)
     assert "without an end" in finds(StorageMachine)
+
+
+def test_a_hurried_answer_of_what_has_not_arrived_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still being loaded is promised, too."""
+    original = PrefetchController.hurry
+
+    def hurry(self, job):
+        coming = union(job.held, job.cells.rows(job.joined)) if job.joined else job.held
+        original(self, job)
+        job.lengths |= job.demand.fold(coming)
+
+    monkeypatch.setattr(PrefetchController, "hurry", hurry)
+    assert finds(StorageMachine, 2_000) in ("a promised cell is not leased", "a promised cell is not resident")
 
 
 def test_leases_that_an_answer_gives_back_too_early_are_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvcore.connectors.admission import LoadAll
 from kvcore.connectors.plan import LoadPlan, StepMeta, StorePlan
 from kvcore.connectors.scheduler import SchedulerConnector, SchedulerConnectorConfig
 from kvcore.connectors.tracker import Phase, RequestTracker
@@ -39,6 +40,7 @@ class Books:
         self.skips: dict[tuple[str, int], int] = {}
         self.settled: dict[tuple[str, int], int] = {}
         self.ended: set[str] = set()
+        self.hurried: set[tuple[str, int]] = set()
 
     def start(
         self, session: str, generation: int, hashes: Sequence[bytes], *, prompt_tokens: int, skip_chunks: int, salt: str
@@ -57,6 +59,12 @@ class Books:
         lengths = self.lengths.get((session, generation))
         return None if lengths is None else LookupOutcome(lengths)
 
+    def hurry(self, session: str, generation: int) -> None:
+        assert self.open[session] == generation
+        assert (session, generation) not in self.lengths, "hurried after the answer"
+        assert (session, generation) not in self.hurried, "hurried twice"
+        self.hurried.add((session, generation))
+
     def settle(self, session: str, generation: int, length: int) -> None:
         assert self.open[session] == generation
         assert self.lengths[session, generation] >> length & 1
@@ -70,6 +78,15 @@ class Books:
         assert session not in self.ended, "ended twice"
         self.ended.add(session)
         self.open.pop(session, None)
+
+
+class Moods(LoadAll):
+    """Now and then no lookup is worth beginning, or waiting for."""
+
+    begins = waits_on = True
+
+    def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
+        return self.begins if tracker.phase is Phase.IDLE else self.waits_on
 
 
 @dataclass
@@ -97,7 +114,8 @@ class TrackerMachine(RuleBasedStateMachine):
         self.load_async = load_async
         self.books = Books()
         config = SchedulerConnectorConfig(load_async=load_async)
-        self.connector = SchedulerConnector(LAYOUT, HASHER, self.books, config)  # type: ignore[arg-type]
+        self.moods = Moods()
+        self.connector = SchedulerConnector(LAYOUT, HASHER, self.books, config, self.moods)  # type: ignore[arg-type]
         self.jobs: dict[str, Job] = {}
         self.next_block = 1
         self.late: dict[str, LoadPlan] = {}  # asynchronous loads of aborted requests, not reported yet
@@ -137,8 +155,15 @@ class TrackerMachine(RuleBasedStateMachine):
         best = data.draw(st.sampled_from((max(0, chunks - 1), chunks, 0)), label="best length")
         self.books.lengths[key] = 1 << best | 1
 
-    def ask(self, job: Job, local: int) -> int | None:
+    def ask(self, data: st.DataObject, job: Job, local: int) -> int | None:
         answer, load_async = self.connector.matched_tokens(job.view(), local)
+        if answer is None and self.trackable(job) in self.books.hurried:
+            key = self.trackable(job)
+            if data.draw(st.booleans(), label="the servers are as quick"):
+                self.answer(data, key)
+            answer, load_async = self.connector.matched_tokens(job.view(), local)
+            assert answer is not None, "a second wait for a lookup that was hurried"
+            assert answer == 0 or key in self.books.lengths
         assert self.connector.matched_tokens(job.view(), local) == (answer, load_async), "a second question differs"
         if answer is None:
             return None
@@ -172,10 +197,12 @@ class TrackerMachine(RuleBasedStateMachine):
     def question(self, data: st.DataObject, admit: bool) -> None:
         job = data.draw(st.sampled_from(self.of("waiting")))
         local = self.draw_local(data, job) if data.draw(st.booleans(), label="local") else 0
-        external = self.ask(job, local)
+        self.moods.begins = data.draw(st.integers(0, 9), label="begins") < 9
+        self.moods.waits_on = data.draw(st.integers(0, 3), label="waits on") < 3
+        external = self.ask(data, job, local)
         if external is None and data.draw(st.integers(0, 3), label="the answer has come by the next step"):
             self.answer(data, self.trackable(job))
-            external = self.ask(job, local)
+            external = self.ask(data, job, local)
         if external is None or not admit:
             return
         take = external if external == 0 or data.draw(st.integers(0, 5)) else 0  # now and then it is not taken
@@ -433,6 +460,19 @@ def test_leases_of_an_aborted_request_that_are_kept_are_found(finds, monkeypatch
 
     monkeypatch.setattr(SchedulerConnector, "finished", finished)
     assert finds(TrackerMachine)
+
+
+def test_a_lookup_that_is_hurried_again_and_again_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is told to come again as long as a server is silent."""
+    original = SchedulerConnector._hurry
+
+    def hurry(self, tracker):
+        outcome = original(self, tracker)
+        tracker.hurried = False
+        return outcome
+
+    monkeypatch.setattr(SchedulerConnector, "_hurry", hurry)
+    assert finds(TrackerMachine) in ("hurried twice", "a second wait for a lookup that was hurried")
 
 
 def test_a_promise_of_the_whole_prompt_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:

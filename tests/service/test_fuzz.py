@@ -120,7 +120,7 @@ class Fuzz:
             (
                 wire.Hello(IDENTITY, draw.choice((0, 0, 7))),
                 wire.Lookup(name, 1, 1, draw.randrange(3), b"", hashes, 16 * len(hashes), 0, "", 50),
-                wire.Query(name, 1, 1),
+                wire.Query(name, 1, 1, draw.choice((False, True))),
                 wire.Settle(name, 1, 1, draw.randrange(9)),
                 wire.EndSession(name, draw.randrange(3)),
                 wire.Register(name, draw.randrange(3), "1:2:3"),

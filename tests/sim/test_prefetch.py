@@ -363,6 +363,86 @@ def test_a_load_that_never_ends_answers_at_the_deadline_and_keeps_only_its_buffe
     rig_of(0, automatic=False).run(scenario)
 
 
+def test_a_lookup_that_is_hurried_while_it_loads_answers_with_what_has_arrived(rig_of: RigOf) -> None:
+    """What comes later is the cache's, as after a deadline; what it asks of the answer is there."""
+
+    async def scenario(rig: Any) -> None:
+        rig.fill_l2(rig.a, rig.keys(2))
+        rig.fill_l2(rig.b, rig.keys(4)[2:])
+        job = rig.start(4)
+        rig.a.finish_lookup()
+        rig.b.finish_lookup()
+        await rig.pause()
+        rig.a.finish_load()
+        await rig.pause()
+        job.hurry()
+        assert rig.best(job) == 2
+        job.hurry()
+        assert rig.storage.statistics().prefetch.hurried == 1
+        again = rig.start(4)
+        rig.read(job, 2)
+        rig.b.finish_load()
+        await again.wait()
+        assert rig.best(again) == 4, "the load goes on for who came later"
+        assert rig.best(job) == 2
+        again.hurry()
+        assert rig.storage.statistics().prefetch.hurried == 1
+        assert rig.storage.statistics().prefetch.deadlines == 0
+
+    rig_of(0, adapters=("a", "b"), automatic=False).run(scenario)
+
+
+def test_a_lookup_that_is_hurried_while_stores_are_asked_gives_back_what_they_lock(rig_of: RigOf) -> None:
+    """One store has answered and one has not: the locks of both go back, those of the late one when it answers."""
+
+    async def scenario(rig: Any) -> None:
+        rig.store(rig.keys(1))
+        rig.fill_l2(rig.a, rig.keys(3))
+        rig.fill_l2(rig.b, rig.keys(3))
+        job = rig.start(3)
+        rig.a.finish_lookup()
+        await rig.pause()
+        assert rig.a.locks_held == 2
+        job.hurry()
+        assert rig.best(job) == 1
+        assert rig.a.locks_held == 0
+        rig.b.finish_lookup()
+        await rig.pause()
+        assert rig.b.locks_held == 0
+        assert not rig.b.loads
+
+    rig_of(0, adapters=("a", "b"), automatic=False).run(scenario)
+
+
+def test_a_lookup_that_is_hurried_while_it_waits_for_bytes_leaves_the_line(rig_of: RigOf) -> None:
+    async def scenario(rig: Any) -> None:
+        rig.store(rig.keys(2))
+        await rig.storage.drain()
+        rig.fill_l2(rig.a, [*rig.keys(5), *rig.keys(4, prompt="big")])
+        big = rig.start(4, prompt="big")
+        await big.wait()
+        job = rig.start(5)
+        assert rig.storage.statistics().prefetch.jobs_waiting == 1
+        job.hurry()
+        assert rig.storage.statistics().prefetch.jobs_waiting == 0
+        assert rig.best(job) == 2
+        assert rig.a.lookups_of.get(rig.key(3)) is None
+
+    rig_of(0, prefetch_budget_bytes=4 * 64).run(scenario)
+
+
+def test_a_hurry_after_the_end_changes_nothing(rig_of: RigOf) -> None:
+    async def scenario(rig: Any) -> None:
+        rig.fill_l2(rig.a, rig.keys(2))
+        job = rig.start(2)
+        job.cancel()
+        job.hurry()
+        assert (job.state.name, job.reason) == ("FAILED", "cancelled")
+        assert rig.storage.statistics().prefetch.hurried == 0
+
+    rig_of(0).run(scenario)
+
+
 def test_a_failed_cell_ends_the_wait_for_loads_that_cannot_help_any_more(rig_of: RigOf) -> None:
     async def scenario(rig: Any) -> None:
         keys = rig.keys(4)

@@ -74,7 +74,7 @@ class Node:
 
     def build(self) -> None:
         world, loop = self.world, self.world.loop
-        executor = SimExecutor(loop, name=f"io{self.index}.{self.process.incarnation}")
+        self.executor = executor = SimExecutor(loop, name=f"io{self.index}.{self.process.incarnation}")
         adapter = memory_adapter("l2", executor=executor, notice_factory=lambda: SimNotice(loop), backend=self.backend)
         self.arena = PlainArena(self.capacity_bytes)
         self.l1 = L1Cache(self.arena, LruPolicy)
@@ -454,6 +454,70 @@ def test_an_abort_while_the_answer_is_pending_frees_everything_without_further_t
         world.assert_at_rest()
 
     World(4).run(scenario)
+
+
+@pytest.mark.parametrize("after_ns", [0, 100_000, 300_000, 1 * MS, 5 * MS])
+def test_a_client_that_hurries_gets_what_every_server_holds(after_ns: int) -> None:
+    """Before the acknowledgements, around the first QUERY, and between two of them. Its bytes are there to be read."""
+    sent: dict[str, list[tuple[str, bool]]] = {}
+
+    def watch(client: str, to_server: bool, message: bytes) -> list[bytes]:
+        if client.startswith("scheduler"):
+            said: Any = (wire.read_request if to_server else wire.read_reply)(message)
+            sent.setdefault(client, []).append((type(said).__name__, getattr(said, "hurry", False)))
+        return [message]
+
+    async def scenario(world: World) -> None:
+        hashes = world.hashes(1, 3)
+        for rank in range(RANKS):
+            await world.store(rank, 1, hashes)
+        await world.sleep(1 * S)
+        for node in world.nodes:
+            node.storage.drop_l1()
+        for rank in range(RANKS):
+            await world.store(rank, 2, hashes[: 2 - rank])
+        for node in world.nodes:
+            node.executor.latency_ns = (900 * MS, 900 * MS)
+        world.network.meddle = watch
+        world.scheduler.start("q", 1, hashes, prompt_tokens=13)
+        await world.sleep(after_ns)
+        world.scheduler.hurry("q", 1)
+        world.scheduler.hurry("q", 1)
+        begin_ns = world.loop.now_ns()
+        assert await world.scheduler.wait("q", 1) == LookupOutcome(0b11)
+        assert world.loop.now_ns() - begin_ns < 20 * MS, "nobody waits for a store"
+        world.scheduler.hurry("q", 1)
+        world.scheduler.settle("q", 1, 1)
+        assert [await world.load(rank, "q", 1, hashes, 1) for rank in range(RANKS)] == [1, 1]
+        world.scheduler.end("q")
+        await world.sleep(5 * S)
+        world.assert_at_rest()
+
+    World(5).run(scenario)
+    for said in sent.values():
+        queries = [flag for kind, flag in said if kind == "Query"]
+        assert [kind for kind, _ in said].index("Ack") < [kind for kind, _ in said].index("Query")
+        assert queries.count(True) == 1, "asked once, as the answer is final"
+        assert queries == sorted(queries)
+
+
+def test_a_hurry_after_the_release_asks_nobody_and_an_old_generation_is_the_callers_mistake() -> None:
+    async def scenario(world: World) -> None:
+        world.scheduler.start("q", 1, world.hashes(1, 2), prompt_tokens=9)
+        world.scheduler.release("q", 1)
+        queries = world.scheduler.statistics().queries
+        world.scheduler.hurry("q", 1)
+        assert world.scheduler.statistics().queries == queries
+        world.scheduler.start("q", 2, [], prompt_tokens=0)
+        world.scheduler.hurry("q", 2)
+        assert world.scheduler.poll("q", 2) == LookupOutcome(1)
+        with pytest.raises(CallerError, match="not the current lookup"):
+            world.scheduler.hurry("q", 1)
+        world.scheduler.end("q")
+        await world.sleep(15 * S)
+        world.assert_at_rest()
+
+    World(6).run(scenario)
 
 
 def test_a_grant_of_a_servers_previous_life_is_refused_and_the_next_one_works() -> None:

@@ -91,6 +91,56 @@ def test_a_lost_query_is_asked_again_and_its_late_reply_is_ignored() -> None:
     assert state.outcome == LookupOutcome(0b11)
 
 
+def hurried(server: int, serial: int) -> Action:
+    return Action(ActionKind.QUERY, server, serial=serial, hurry=True)
+
+
+def test_in_a_hurry_each_server_is_asked_at_the_next_moment_at_which_it_may_be() -> None:
+    """One has not acknowledged, one is being asked, one waits to be asked again, one has answered."""
+    state = lookup(servers=4)
+    for server in (1, 2, 3):
+        state.acknowledged(server, 0)
+    state.pending(2, 1, 100)
+    state.ready(3, 1, 0b11111)
+    assert state.hurry(101) == [hurried(2, 2)], "without the pace's wait"
+    assert state.hurry(102) == [], "once"
+    assert state.pending(1, 1, 103) == [hurried(1, 2)], "it had been asked by one who would wait"
+    assert state.acknowledged(0, 104) == [hurried(0, 1)]
+    state.ready(0, 1, 0b11)
+    state.ready(1, 2, 0b111)
+    assert state.outcome is None
+    state.ready(2, 2, 0b111)
+    assert state.outcome == LookupOutcome(0b11), "what all of them hold by now"
+    assert state.settle(1) == [Action(ActionKind.SETTLE, server, length=1) for server in range(4)]
+
+
+@pytest.mark.parametrize("answer", ["pending", "lost"])
+def test_a_server_that_was_hurried_and_has_no_answer_is_asked_at_the_pace_and_hurried_again(answer: str) -> None:
+    state = lookup(servers=1)
+    state.acknowledged(0, 0)
+    state.hurry(1)
+    assert getattr(state, answer)(0, 1, 5) == [hurried(0, 2)]
+    assert getattr(state, answer)(0, 2, 6) == []
+    assert state.next_due_ns == 16
+    assert state.tick(16) == [hurried(0, 3)]
+    assert state.tick(DEADLINE_NS) == [release(0)]
+
+
+def test_a_hurry_after_the_outcome_or_the_deadline_asks_nobody() -> None:
+    state = lookup(servers=1)
+    state.acknowledged(0, 0)
+    state.ready(0, 1, 0b11)
+    assert state.hurry(1) == []
+    gone = lookup(servers=1)
+    gone.acknowledged(0, 0)
+    gone.release()
+    assert gone.hurry(1) == []
+    assert gone.pending(0, 1, 2) == [release(0)]
+    late = lookup(servers=1)
+    late.acknowledged(0, 0)
+    assert late.hurry(DEADLINE_NS) == [release(0)]
+
+
 def test_at_the_deadline_the_result_is_nothing_and_every_server_is_released() -> None:
     """R35: a wait has a deadline."""
     state = lookup(servers=3)

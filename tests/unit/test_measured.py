@@ -144,6 +144,30 @@ def test_a_lookup_is_timed_against_what_it_found_beyond_the_engines_own() -> Non
     assert desk.admission.statistics().lookup_byte_s == pytest.approx(10e-9)
 
 
+def test_a_lookup_that_was_not_waited_for_is_no_sample() -> None:
+    """It ended because we said so. What it has found by then is decided about as always."""
+    desk = slow_desk(TOKEN_NS // 4)
+    for at in range(5):
+        tracker = desk.tracker(f"r{at}", 33)
+        desk.admission.asks(tracker)
+        desk.clock.ns += MS // 10
+        tracker.look(range(33), 0)
+        tracker.fix((1 << 9) - 1)
+        desk.admission.length(tracker, 0)
+    known = desk.admission.statistics()
+    tracker = desk.tracker("late", 33)
+    desk.admission.asks(tracker)
+    tracker.look(range(33), 0)
+    assert desk.admission.worth_asking(tracker, 33, 0)
+    desk.clock.ns += 1_000 * MS
+    assert not desk.admission.worth_asking(tracker, 33, 0)
+    tracker.fix(0b11111)
+    assert desk.admission.length(tracker, 0) == 4
+    after = desk.admission.statistics()
+    assert (after.lookups_measured, after.lookup_byte_s) == (known.lookups_measured, known.lookup_byte_s)
+    assert (after.lookups_unwanted, after.decided_load) == (1, known.decided_load + 1)
+
+
 # ---- decisions
 
 

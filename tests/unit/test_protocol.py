@@ -144,7 +144,7 @@ def every_request() -> list[Message]:
     return [
         wire.Hello(IDENTITY, 0),
         lookup(),
-        wire.Query("s", 1, 1),
+        wire.Query("s", 1, 1, hurry=True),
         wire.Settle("s", 1, 1, 1),
         wire.Release("s", 1, 1),
         wire.EndSession("s", 1),
@@ -270,6 +270,11 @@ def test_unknown_operations_and_unknown_fields_are_told_apart_and_refused() -> N
         assert bench.code(bench.send(body([1, 2]))) is ErrorCode.MALFORMED
         assert bench.code(bench.send(body({"op": "query", "session": "", "generation": 1, "epoch": 1})))
         assert bench.code(bench.send(body({"op": "query", "session": "s", "generation": -1, "epoch": 1})))
+        query = {"op": "query", "session": "s", "generation": 1, "epoch": 1}
+        assert bench.send(body(query)) == wire.Unknown(), "who is in no hurry need not say so"
+        assert bench.send(body({**query, "hurry": True})) == wire.Unknown()
+        for other in (1, 0, None, "yes", [True]):
+            assert bench.code(bench.send(body({**query, "hurry": other}))) is ErrorCode.MALFORMED
 
     on_bench(scenario)
 

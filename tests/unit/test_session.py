@@ -29,6 +29,14 @@ class FakeJob:
         self.reason = ""
         self.settled: list[int] = []
         self.cancelled = 0
+        self.hurried = 0
+        self.arrived = 0b11
+
+    def hurry(self) -> None:
+        """As the real one: what has arrived is the answer, once."""
+        self.hurried += 1
+        if self.state is State.PENDING:
+            self.end(self.arrived)
 
     def end(self, lengths: int = 0, reason: str = "") -> None:
         self.state = State.FAILED if reason else State.READY
@@ -141,6 +149,24 @@ def test_a_verdict_is_pending_until_the_job_has_ended_and_then_never_changes(des
     assert desk.table.verdict("s", name_of(), 0) == Verdict(VerdictKind.READY, 0b101)
     job.end(0b1, "broken")
     assert desk.table.verdict("s", name_of(), 0) == Verdict(VerdictKind.READY, 0b101)
+
+
+def test_a_hurried_lookup_answers_with_what_has_arrived_and_tells_everybody_the_same(desk: Desk) -> None:
+    job = desk.open()
+    ready = Verdict(VerdictKind.READY, 0b11)
+    assert desk.table.verdict("s", name_of(2), 0, hurry=True) == Verdict(VerdictKind.UNKNOWN)
+    assert job.hurried == 0, "another lookup was meant"
+    assert desk.table.verdict("s", name_of(), 0, hurry=True) == ready
+    job.arrived = 0b111
+    assert desk.table.verdict("s", name_of(), 0, hurry=True) == ready
+    assert desk.table.verdict("s", name_of(), 0) == ready
+    assert job.hurried == 1
+    assert desk.table.settle("s", name_of(), 1, 0) is True
+
+
+def test_a_hurry_changes_no_verdict_that_there_is(desk: Desk) -> None:
+    desk.open().end(reason="the store is gone")
+    assert desk.table.verdict("s", name_of(), 0, hurry=True) == Verdict(VerdictKind.FAILED, 1, "the store is gone")
 
 
 def test_a_failed_lookup_serves_the_empty_prefix_and_says_why(desk: Desk) -> None:

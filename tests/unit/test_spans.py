@@ -203,17 +203,21 @@ def test_a_lookup_that_waits_for_the_budget_says_so() -> None:
     assert "wait for budget" not in rig.events(names.index("request-7"))
 
 
-def test_a_lookup_past_its_deadline_and_one_that_is_given_up() -> None:
+def test_a_lookup_past_its_deadline_and_one_that_is_given_up_and_one_that_is_hurried() -> None:
     async def scenario(rig: Rig) -> None:
         await rig.lookup(deadline_ns=0).wait()
         rig.storage.release_owner(OWNER)
         job = rig.lookup(Owner("given up", 1, "lookup"))
         job.cancel()
         await job.wait()
+        job = rig.lookup(Owner("hurried", 1, "lookup"))
+        job.hurry()
+        await job.wait()
 
-    late, given_up = (found for _, found in play(scenario).spans())
+    late, given_up, hurried = (found for _, found in play(scenario).spans())
     assert (late["outcome"], late["chunks_hit"]) == ("deadline", 0)
     assert (given_up["outcome"], given_up["reason"]) == ("failed", "cancelled")
+    assert (hurried["outcome"], hurried["chunks_hit"]) == ("hurry", 0)
 
 
 def test_a_load_is_one_span_until_its_last_cell_is_closed() -> None:

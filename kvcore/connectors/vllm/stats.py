@@ -29,6 +29,7 @@ SCHEDULER_COUNTERS = {
     "tokens_hit": "Tokens of these that were promised and taken",
     "tokens_refused": "Tokens found and computed all the same, because the admission expects that to be faster",
     "lookups_unwanted": "Lookups not begun, or given up, because the admission expects computing to be faster",
+    "lookups_hurried": "Lookups not waited for to their end, because the admission expects computing to be faster",
     "load_failures": "Loads after which a request had to compute",
 }
 WORKER_COUNTERS = {

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvcore.admission import Limits
+from kvcore.connectors.admission import LoadAll
+from kvcore.connectors.tracker import Phase, RequestTracker
 
 DeskOf = Callable[..., Any]
 MS = 1_000_000
@@ -135,6 +137,113 @@ def test_after_a_preemption_it_is_decided_anew(desk_of: DeskOf) -> None:
     desk_of(page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
 
 
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("load_async", [False, True])
+def test_when_waiting_does_not_pay_any_more_what_has_arrived_is_kept(
+    desk_of: DeskOf, load_async: bool, in_process: bool
+) -> None:
+    """Half of the prefix is there, and the store hangs with the other half: that half is computed."""
+
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        tokens = [3_000 + at for at in range(70)]
+        desk.servers[0].storage.drop_l1()
+        assert await serve(desk, "front", tokens[:40]) == 32
+        desk.servers[0].executor.latency_ns = (400 * MS, 400 * MS)
+        before, begin_ns = desk.scheduler.admission.statistics(), desk.loop.now_ns()
+        job = desk.job("again", tokens)
+        assert await desk.ask(job) == 32
+        assert desk.loop.now_ns() - begin_ns < 20 * MS, "it did not wait for the store"
+        desk.admit(job, 32)
+        if load_async:
+            await desk.receive()
+        await desk.step((job, 38))
+        assert desk.right(job, 70)
+        assert desk.loop.now_ns() - begin_ns < 40 * MS, "nor did its load"
+        assert desk.leases() == 0
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+        state, after = desk.scheduler.statistics(), desk.scheduler.admission.statistics()
+        assert (state.lookups_hurried, state.lookups_unwanted, state.tokens_refused) == (1, 0, 0)
+        assert after.lookups_measured == before.lookups_measured, "its end was not its own"
+        assert desk.servers[0].storage.statistics().prefetch.hurried == 1
+
+    desk_of(load_async=load_async, in_process=in_process, page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(
+        scenario
+    )
+
+
+@pytest.mark.parametrize("begins", ["acknowledged", "unheard"])
+def test_a_server_that_does_not_even_tell_what_it_has_costs_one_more_question(desk_of: DeskOf, begins: str) -> None:
+    """The answers of one of two servers do not arrive. Nobody waits for it, and no later answer is used."""
+
+    async def scenario(desk: Any) -> None:
+        await measure(desk)
+        job = desk.job("again", [3_000 + at for at in range(70)])
+        for server in desk.servers:
+            server.storage.drop_l1()
+            server.executor.latency_ns = (400 * MS, 400 * MS)
+        if begins == "unheard":
+            desk.world.network.partition("scheduler>server1", to_client=True)
+        assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+        await desk.pause(MS)
+        desk.world.network.partition("scheduler>server1", to_client=True)
+        while not desk.scheduler.statistics().lookups_hurried:
+            assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+            await desk.pause(MS // 5)
+        assert desk.scheduler.matched_tokens(job.view(), 0) == (0, False)
+        assert desk.scheduler.matched_tokens(job.view(), 0) == (0, False)
+        desk.world.network.heal("scheduler>server1")
+        await desk.pause(20_000 * MS)  # what was asked and not heard is given up by then
+        desk.admit(job, 0)
+        await desk.step((job, 70))
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+        state = desk.scheduler.statistics()
+        assert (state.lookups_hurried, state.lookups_unwanted) == (1, 1)
+        assert desk.leases() == 0
+
+    desk_of(servers=2, in_process=False, page_ns=FAST, token_ns=TOKEN_NS, limits=Limits()).run(scenario)
+
+
+class Hasty(LoadAll):
+    """Waits for nothing, and keeps what it gets."""
+
+    def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
+        return tracker.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("gone", ["finished", "other tokens", "new keys"])
+def test_a_hurried_request_that_does_not_ask_again_keeps_nothing(desk_of: DeskOf, gone: str) -> None:
+    """Its leases are taken by the answer to the hurry, after the last question of the attempt."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 40)
+        desk.scheduler.admission = Hasty()
+        job = desk.job("second", 40)
+        assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+        assert desk.scheduler.tracker("second").hurried
+        await desk.settle()
+        assert desk.leases() == 2
+        if gone == "other tokens":
+            job.tokens = job.tokens[:36]
+            assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+            assert desk.scheduler.statistics().lookups_hurried == 2, "another attempt is hurried for itself"
+            await desk.settle()
+            assert desk.scheduler.matched_tokens(job.view(), 0) == (32, False)
+        elif gone == "new keys":
+            desk.scheduler.keys_changed()
+            assert not desk.scheduler.tracker("second").hurried
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+        assert desk.leases() == 0
+
+    desk_of().run(scenario)
+
+
 def test_a_lookup_in_a_slow_store_is_given_up(desk_of: DeskOf) -> None:
     """What it asked for goes back, also what arrives later."""
 
@@ -151,7 +260,7 @@ def test_a_lookup_in_a_slow_store_is_given_up(desk_of: DeskOf) -> None:
         desk.finish(job)
         await desk.settle()
         await desk.step()
-        assert desk.scheduler.statistics().lookups_unwanted == 1
+        assert desk.scheduler.statistics().lookups_hurried == 1
         assert desk.leases() == 0
         assert desk.client.statistics().lookups_pending == 0
 
