@@ -180,6 +180,8 @@ class UnreadLedger:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatistics:
+    """Loads, and their bytes. `dropped`: those of the abandoned that waited for their turn."""
+
     in_flight: int
     in_flight_bytes: int
     unread: int
@@ -190,6 +192,7 @@ class LoadStatistics:
     refused: int
     discarded: int
     abandoned: int
+    dropped: int
     joined: int
 
 
@@ -222,7 +225,7 @@ class LoadTable:
         self._serial = 0
         self._bytes = 0
         self._started = self._loaded = self._bytes_loaded = self._failed = 0
-        self._refused = self._discarded = self._abandoned = self._joined = 0
+        self._refused = self._discarded = self._abandoned = self._dropped = self._joined = 0
 
     # Beginning
 
@@ -337,6 +340,7 @@ class LoadTable:
             batch.take(loads)
             assert batch.running
             self.drop(loads)
+            self._dropped += len(loads)
 
     # Ending
 
@@ -442,6 +446,7 @@ class LoadTable:
             self._refused,
             self._discarded,
             self._abandoned,
+            self._dropped,
             self._joined,
         )
 

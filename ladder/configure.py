@@ -1,7 +1,8 @@
 """From a matrix cell to the configuration of everything in it.
 
-Cells differ in more than their name says: eviction policy, L2 adapters, retention and lock strength rotate with the
-cell's position in the matrix, so that the whole matrix covers each of them several times with every group layout.
+Cells differ in more than their name says: eviction policy, L2 adapters, retention, lock strength and the size of load
+slices (two chunks, or production's, into which all fits) rotate with the cell's position in the matrix, so that the
+whole matrix covers each of them several times with every group layout.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from kvcore.ladder.admissions import FLOOR_CHUNKS
 from kvcore.ladder.matrix import FULL_MATRIX, MatrixCell
 from kvcore.ladder.options import LadderOptions
 from kvcore.ladder.server_stack import StackConfig
+from kvcore.loads import SLICE_BYTES
 from kvcore.placement import Placement
 from kvcore.sim.model import FingerprintModel, build_model
+from kvcore.storage import StorageConfig
 
 MODEL_NAME = "fingerprint"
 L1_BYTES = 8 << 20
@@ -43,6 +46,7 @@ def configure(
         policy=("lru", "s3fifo")[place // 2 % 2],
         retain=place % 5 == 3,
         weak_locks=place % 4 == 2,
+        storage=StorageConfig(load_slice_bytes=2 * sum(layout.cell_bytes_rows) if place % 5 >= 3 else SLICE_BYTES),
         transfer=options.transfer,
         admission=options.admission,
         admission_seed=options.seed,

@@ -59,6 +59,7 @@ class EpisodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weak_locks: bool = False
     prefetch_budget_chunks: int = 0
     tenant_chunks: int = 0
+    load_slice_chunks: int = 0
     # deadlines of the cache
     lookup_timeout_ns: int = 40_000_000
     server_timeout_ns: int = 30_000_000

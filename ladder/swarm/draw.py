@@ -59,6 +59,7 @@ def draw_case(
     who copies ("": that is drawn)."""
     stream = RandomStream(seed, "swarm.configuration")
     config = msgspec.structs.replace(_cache(stream), **_transfer(seed, transfer), admission=_admission(seed))
+    config = msgspec.structs.replace(config, load_slice_chunks=_load_slice_chunks(seed))
     requests = _requests(stream, config)
     requests = _with_items(seed, config, requests)
     second = _of_tenants(seed, _second(stream, config))
@@ -248,6 +249,11 @@ def _deadlines(stream: RandomStream) -> dict[str, int]:
 def _admission(seed: int) -> str:
     """Which part of what was found is promised."""
     return RandomStream(seed, "swarm.admission").pick((*["always"] * 6, "if-it-pays", "drawn"))
+
+
+def _load_slice_chunks(seed: int) -> int:
+    """0: production's slices, into which all that a lookup of a swarm loads fits at once."""
+    return RandomStream(seed, "swarm.load slices").pick((0, 0, 1, 2))
 
 
 def _clear_ns(seed: int, config: EpisodeConfig) -> int:

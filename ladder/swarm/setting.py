@@ -16,6 +16,7 @@ from kvcore.groups import CacheLayout
 from kvcore.keys import HashMode, Namespace
 from kvcore.ladder.server_stack import StackConfig
 from kvcore.ladder.swarm.case import CaseRequest, EpisodeConfig
+from kvcore.loads import SLICE_BYTES
 from kvcore.placement import Placement, PlacementMode
 from kvcore.quota import Quota
 from kvcore.service.client import ConnectionConfig, SchedulerConfig
@@ -109,7 +110,7 @@ def stack_config(config: EpisodeConfig, layout: CacheLayout) -> StackConfig:
         weak_locks=config.weak_locks,
         prefetch_budget_bytes=config.prefetch_budget_chunks * size or UNLIMITED_BYTES,
         quota=Quota(default_bytes=config.tenant_chunks * size) if config.tenant_chunks else None,
-        storage=_storage(config),
+        storage=_storage(config, size),
         connection=ConnectionConfig(
             config.request_timeout_ns,
             config.hello_interval_ns,
@@ -129,8 +130,9 @@ def stack_config(config: EpisodeConfig, layout: CacheLayout) -> StackConfig:
     )
 
 
-def _storage(config: EpisodeConfig) -> StorageConfig:
+def _storage(config: EpisodeConfig, chunk_bytes: int) -> StorageConfig:
     return StorageConfig(
+        load_slice_bytes=config.load_slice_chunks * chunk_bytes or SLICE_BYTES,
         lease_ns=config.lease_ns,
         lookup_deadline_ns=config.server_timeout_ns,
         store_deadline_ns=config.store_deadline_ns,

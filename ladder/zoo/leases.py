@@ -79,6 +79,13 @@ MUTANTS = (
         Edit(f"{_PREFETCH}._ask", "pump.unlock([keys[position] for position in bitmap.bits(bits)])", "pass"),
     ),
     bug(
+        "locks_of_dropped_loads_are_not_returned",
+        "F",
+        "a load that is given up before it begins gives back its bytes and not the lock at its source (R22, R24)",
+        "plan liveness",
+        Edit("kvcore.loads:LoadTable.drop", "    self._pumps[loads[0].adapter].unlock(keys)\n", ""),
+    ),
+    bug(
         "unused_locks_are_not_returned",
         "F",
         "what a lookup locked in L2 and does not load stays locked (R22)",

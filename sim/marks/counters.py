@@ -45,6 +45,7 @@ _LOADS: Table = {
     "refused": sometimes("prefetch.load_no_space", "a planned load found no room in L1", common=True),
     "discarded": sometimes("prefetch.load_lost_race", "a load arrived when a worker had stored the same cell"),
     "abandoned": sometimes("prefetch.load_abandoned", "a load arrived or was dropped when nobody waited any more"),
+    "dropped": sometimes("prefetch.load_dropped", "a load lost its last reader while it waited for its turn"),
 }
 _PREFETCH: Table = {
     "replanned": sometimes("prefetch.replanned", "a cell failed and the plan was made again", common=True),

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -90,8 +91,11 @@ class StorageMachine(RuleBasedStateMachine):
         skip_l1=st.booleans(),
         cells=st.sampled_from((10, 14, 40)),
         budget=st.sampled_from((3, 8, 40)),
+        slice_cells=st.sampled_from((40, 1, 2)),
     )
-    def start(self, seed: int, hybrid: bool, retain: bool, skip_l1: bool, cells: int, budget: int) -> None:
+    def start(
+        self, seed: int, hybrid: bool, retain: bool, skip_l1: bool, cells: int, budget: int, slice_cells: int
+    ) -> None:
         gc.disable()  # each entry into the loop would collect; the end of the example lets go of all of it
         self.roomy = cells == budget == 40
         self.rig = rigs.Rig(
@@ -103,6 +107,7 @@ class StorageMachine(RuleBasedStateMachine):
             retain=retain,
             skip_l1=skip_l1,
             prefetch_budget_bytes=budget * 64,
+            load_slice_bytes=slice_cells * 64,
             writeback_bytes_inflight_max=4 * 64,
             lookup_deadline_ns=LOOKUP_DEADLINE,
             store_deadline_ns=STORE_DEADLINE,
@@ -292,8 +297,8 @@ class StorageMachine(RuleBasedStateMachine):
         for each in self.rig.adapters:
             for task in list(each.lookups):
                 self.act(lambda each=each, task=task: each.finish_lookup(task))
-            for task in list(each.loads) if load else ():
-                self.act(lambda each=each, task=task: each.finish_load(task))
+            while load and each.loads:  # one slice brings the next
+                self.act(each.finish_load)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), commit=st.sampled_from((True, True, False)))
@@ -495,6 +500,19 @@ def test_locks_of_a_late_lookup_that_are_kept_are_found(finds, monkeypatch: pyte
         return original(self, result)
 
     monkeypatch.setattr(pump._Waiting, "deliver", deliver)
+    assert "L2 locks left" in finds(StorageMachine)
+
+
+def test_locks_of_loads_that_are_dropped_and_kept_are_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R24: a load that nobody waits for is given up before it begins, and its source stays locked."""
+    original = LoadTable._drop_left
+
+    def drop_left(self: Any) -> None:
+        pumps, self._pumps = self._pumps, [SimpleNamespace(unlock=lambda keys: None) for _ in self._pumps]
+        original(self)
+        self._pumps = pumps
+
+    monkeypatch.setattr(LoadTable, "_drop_left", drop_left)
     assert "L2 locks left" in finds(StorageMachine)
 
 

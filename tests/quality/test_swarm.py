@@ -101,6 +101,7 @@ def test_the_swarm_draws_every_shape() -> None:
     configs = [case.config for case in cases]
     assert {config.servers for config in configs} == {0, 1, 2}
     assert {config.groups for config in configs} == {"full", "full+window", "full+window+recurrent"}
+    assert {config.load_slice_chunks for config in configs} == {0, 1, 2}
     assert {case.schedule.kind for case in cases} == {"random", "priority", "fifo"}
     assert {len({request.salt for request in case.requests}) for case in cases} >= {1, 2}
     for kind in CONFIG_KINDS:

@@ -113,7 +113,7 @@ def test_when_the_reader_leaves_midway_the_rest_is_never_submitted(rig_of: RigOf
         state = rig.storage.statistics()
         assert state.prefetch.loads.in_flight == state.l1.objects_staging == rig.a.locks_held == 8, "what runs"
         assert state.prefetch.budget.bytes_used == state.l1.bytes_staging == 8 * 64
-        assert state.prefetch.loads.abandoned == 8
+        assert state.prefetch.loads.abandoned == state.prefetch.loads.dropped == 8
         while rig.a.loads:
             await finish_first(rig)
         rig.check_rest()
