@@ -174,12 +174,15 @@ class Cache:
         held.rows[0] = tuple(merged)
 
     def release(self, held: Held) -> None:
-        """Give everything back, the last chunk first."""
+        """Give everything back."""
         for depth in range(len(held.rows)):
             self._keep(held, depth, none_of(held.rows[depth]))
 
     def store(self, held: Held, from_chunk: int) -> None:
-        """The prompt's chunks are computed: publish those that are not there, where there is room."""
+        """The prompt's chunks are computed: publish those that are not there, where there is room.
+
+        L1 evicts the end of what is published or given back in one call before its beginning.
+        """
         for place in self._places:
             for row, size in enumerate(self._layout.cell_bytes_rows):
                 keys = held.keys[row][from_chunk:]
@@ -188,7 +191,6 @@ class Cache:
                 answers, _ = place.reserve_write(held.tag, keys, size)
                 granted = [key for key, answer in zip(keys, answers) if answer is _RESERVED]
                 if granted:
-                    granted.reverse()  # the beginning of a prompt is published last and so leaves last
                     place.finish_write(held.tag, granted)
 
     def _keep(self, held: Held, depth: int, rows: Sequence[int]) -> None:
@@ -198,7 +200,6 @@ class Cache:
             extra = have & ~keep
             if extra:
                 keys = [held.keys[row][at] for at in bits(extra)]
-                keys.reverse()
                 place.finish_read(held.owner, keys)
         held.rows[depth] = tuple(rows)
 

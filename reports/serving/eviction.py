@@ -69,6 +69,9 @@ class RankedPolicy:
             self._entry.pop(slot, None)
             self._forget(slot)
 
+    def renew(self, slots: Sequence[Slot]) -> None:
+        """A rank is a rank, whoever ends."""
+
     def victim(self) -> Slot | None:
         while self._heap:
             _, serial, slot = heappop(self._heap)
