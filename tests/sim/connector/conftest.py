@@ -90,7 +90,9 @@ class Server:
             l1=self.l1,
             adapters=[adapter],
             clock=world.clock,
-            config=StorageConfig(prefetch_budget_bytes=desk.l1_bytes, retain=True),
+            config=StorageConfig(
+                prefetch_budget_bytes=desk.l1_bytes, retain=True, load_slice_bytes=desk.load_slice_bytes
+            ),
         )
         self.server = CacheServer(
             self.storage,
@@ -123,6 +125,7 @@ class Desk:
         load_async: bool = False,
         in_process: bool = True,
         l1_bytes: int = 1 << 16,
+        load_slice_bytes: int = 1 << 16,
         page_ns: tuple[int, int] = (1_000, 5_000),
         worker: WorkerConnectorConfig | None = None,
         token_ns: int = 0,
@@ -134,6 +137,7 @@ class Desk:
         self.hasher = ChunkHasher(self.namespace)
         self.placement = Placement("rank" if ranks > 1 else "chunk", servers)
         self.l1_bytes = l1_bytes
+        self.load_slice_bytes = load_slice_bytes
         self.page_ns = page_ns
         self.regions: dict[str, Region] = {}
         self.world = SimWorld(self.loop, in_process=in_process)

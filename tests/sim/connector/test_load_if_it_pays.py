@@ -209,10 +209,45 @@ def test_a_server_that_does_not_even_tell_what_it_has_costs_one_more_question(de
 
 
 class Hasty(LoadAll):
-    """Waits for nothing, and keeps what it gets."""
+    """Waits as long as it is patient, and keeps what it gets."""
+
+    patient = False
 
     def worth_asking(self, tracker: RequestTracker, tokens: int, local_tokens: int) -> bool:
-        return tracker.phase is Phase.IDLE
+        return self.patient or tracker.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+def test_what_a_store_has_brought_by_then_is_loaded_and_the_rest_is_not_even_fetched(
+    desk_of: DeskOf, load_async: bool
+) -> None:
+    """A prompt of six chunks comes from the store chunk by chunk; after some of them the engine will not wait."""
+
+    async def scenario(desk: Any) -> None:
+        await desk.store("first", 100)
+        storage = desk.servers[0].storage
+        storage.drop_l1()
+        desk.servers[0].executor.latency_ns = (5 * MS, 5 * MS)
+        desk.scheduler.admission = hasty = Hasty()
+        hasty.patient = True
+        job = desk.job("second", 100)
+        while sum(desk.resident(job)) < 2:
+            assert desk.scheduler.matched_tokens(job.view(), 0) == (None, False)
+            await desk.pause(MS // 5)
+        hasty.patient = False
+        assert await desk.ask(job) == 32
+        desk.admit(job, 32)
+        if load_async:
+            await desk.receive()
+        await desk.step((job, 68))
+        assert desk.right(job, 100)
+        desk.finish(job)
+        await desk.settle()
+        await desk.step()
+        assert desk.scheduler.statistics().tokens_hit == 32
+        assert storage.statistics().prefetch.loads.dropped == 2, "two of four had not begun"
+
+    desk_of(load_async=load_async, load_slice_bytes=4 * 32).run(scenario)
 
 
 @pytest.mark.parametrize("gone", ["finished", "other tokens", "new keys"])
