@@ -15,8 +15,9 @@ Everything comes from the calls of the engine and from the workers' reports; no 
               arrivals per second and busy shares
     objective where the operator has told one: how near the sequences that decode are to missing it
 
-Two questions, one decision. `length`, when the lookup is over: is loading what was found cheaper than computing it?
-`worth_asking`, before and while it runs: would it be, if everything were found and it took as long as such lookups do?
+Three questions. `worth_asking` before the lookup: would loading be cheaper than computing, if everything were found and
+it took as long as such lookups do? While it runs: is waiting on cheaper than computing what has not arrived yet, by the
+share of its time that is left? `length`, when it is over: is loading what was found cheaper than computing it?
 A lookup that is late is taken to last as long again as it is late (Lindy's law), so one that hangs in a slow store is
 waited for until about when computing would have been the better choice, and costs at most about twice the better one.
 Then it is hurried: `length` decides about what has arrived. Its seconds are no sample, as its end was not its own; how
@@ -40,6 +41,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcore.admission import (
+    NOTHING,
     Backlog,
     Decision,
     Gpu,
@@ -56,6 +58,7 @@ from kvcore.admission import (
     TailMeter,
     decide,
     pairs,
+    stop_gain_s,
 )
 from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import LoadTimes, ScheduledRequest
@@ -296,31 +299,44 @@ class LoadIfItPays:
         if self._probing.get(tracker.request_id) == tracker.generation:
             return True
         length = self._longest(tokens)
-        wait = Link(self._wait_left(tracker, length, tokens, local_tokens), idle_offers=self._lookups_refused)
-        decision = self._decide_on(tracker, length, tokens, local_tokens, wait)
-        if decision.reason is Reason.PROBE:
-            self._probing[tracker.request_id] = tracker.generation
-            self._lookups_refused = 0
-        worth = decision.reason not in (Reason.COMPUTE, Reason.FLOOR)
+        generation, begin_s = self._asked.get(tracker.request_id, (None, 0.0))
+        if generation == tracker.generation:
+            worth = self._goes_on(tracker, length, tokens, local_tokens, self._now_s() - begin_s)
+        else:
+            worth = self._begins(tracker, length, tokens, local_tokens)
         if not worth:
             self._counts["unwanted"] += 1
             self._lookups_refused += 1
             self._asked.pop(tracker.request_id, None)
         return worth
 
+    def _begins(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int) -> bool:
+        line, size = self._lookup.line, self._bytes(length, tokens, local_tokens)
+        wait = Link(None if line is None else Line(line.seconds(size), 0.0), idle_offers=self._lookups_refused)
+        decision = self._decide_on(tracker, length, tokens, local_tokens, wait)
+        if decision.reason is Reason.PROBE:
+            self._probing[tracker.request_id] = tracker.generation
+            self._lookups_refused = 0
+        return decision.reason not in (Reason.COMPUTE, Reason.FLOOR)
+
+    def _goes_on(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int, waited_s: float) -> bool:
+        """Is it worth waiting on for a lookup that runs since then? What has arrived would be kept."""
+        line, found = self._lookup.line, self._layout.usable_tokens(length, tokens) - local_tokens
+        if line is None or found <= 0:
+            return True
+        size = self._bytes(length, tokens, local_tokens)
+        left_s = abs(line.seconds(size) - waited_s)
+        share = waited_s / (waited_s + left_s) if waited_s else 0.0
+        prompt, gpu, links = self._prospect(tracker, tokens, local_tokens, Link(Line(left_s, 0.0)))
+        going = Offer(found, ((_LOOKUP, 1), (_LOAD, size)))
+        arrived = Offer(int(share * found), ((_LOAD, int(share * size)),))
+        stopped = arrived if arrived.tokens >= max(self._limits.floor_tokens, 1) else NOTHING
+        return stop_gain_s(prompt, going, stopped, gpu, links, self._limits) <= 0
+
     def _longest(self, tokens: int) -> int:
         """Chunks that a lookup could find: a whole prompt only where no state already contains its last token."""
         length = tokens // self._layout.chunk_tokens
         return length - (length * self._layout.chunk_tokens == tokens and self._recurrent)
-
-    def _wait_left(self, tracker: RequestTracker, length: int, tokens: int, local_tokens: int) -> Line | None:
-        """How long its lookup will still take; None: not known."""
-        line = self._lookup.line
-        if line is None:
-            return None
-        expected_s = line.seconds(self._bytes(length, tokens, local_tokens))
-        _, begin_s = self._asked.get(tracker.request_id, (0, self._now_s()))
-        return Line(abs(expected_s - (self._now_s() - begin_s)), 0.0)
 
     def length(self, tracker: RequestTracker, local_tokens: int) -> int:
         self._lookup_over(tracker)
@@ -355,13 +371,18 @@ class LoadIfItPays:
         if found <= 0:
             return decide(Prompt(1), (), Gpu(None), (), self._limits)
         assert found < tokens - local_tokens, "at least one token is computed"
-        size = self._bytes(length, tokens, local_tokens)
+        offer = Offer(found, ((_LOOKUP, 1), (_LOAD, self._bytes(length, tokens, local_tokens))))
+        prompt, gpu, links = self._prospect(tracker, tokens, local_tokens, wait)
+        return decide(prompt, (offer,), gpu, links, self._limits)
+
+    def _prospect(
+        self, tracker: RequestTracker, tokens: int, local_tokens: int, wait: Link
+    ) -> tuple[Prompt, Gpu, tuple[Link, Link]]:
+        """What a decision is made on: the prompt, the GPU, and the ways of lookup and load."""
         now_s = self._now_s()
         came_s = self._came.get(tracker.request_id, now_s)
         prompt = Prompt(tokens - local_tokens, max(now_s - came_s, 0.0), local_tokens)
-        offer = Offer(found, ((_LOOKUP, 1), (_LOAD, size)))
-        links = (wait, self._link(tracker, now_s))
-        return decide(prompt, (offer,), self._gpu(tracker, tokens, now_s), links, self._limits)
+        return prompt, self._gpu(tracker, tokens, now_s), (wait, self._link(tracker, now_s))
 
     def _gpu(self, tracker: RequestTracker, tokens: int, now_s: float) -> Gpu:
         prefill = self._prefill.prefill
@@ -380,7 +401,7 @@ class LoadIfItPays:
         if (decodes := self._decodes) is None:
             return Gpu(prefill, queue, ahead_s, self._tail.tail_s)
         slacks_s = decodes.slacks_s(now_s, self._steps_ended)
-        return Gpu(prefill, queue, ahead_s, self._tail.tail_s, 1, slacks_s, decodes.good_share)
+        return Gpu(prefill, queue, ahead_s, self._tail.tail_s, 1, slacks_s, decodes.good_share, decodes.limit_s)
 
     def _link(self, tracker: RequestTracker, now_s: float) -> Link:
         line = self._load.line

@@ -168,6 +168,27 @@ def test_a_lookup_that_was_not_waited_for_is_no_sample() -> None:
     assert (after.lookups_unwanted, after.decided_load) == (1, known.decided_load + 1)
 
 
+def test_a_lookup_that_is_late_is_hurried_when_the_rest_of_it_is_computed_sooner() -> None:
+    """33 tokens take 33 ms to compute, and 8 ms to load after the 20 ms that such a lookup takes. After 30 ms three
+    quarters are taken to be here: 9 ms to compute and 6 to load, against 10 to wait and 9 for the rest."""
+    desk = slow_desk(TOKEN_NS // 4)
+    for at in range(5):
+        tracker = desk.tracker(f"r{at}", 33)
+        desk.admission.asks(tracker)
+        desk.clock.ns += 20 * MS
+        tracker.look(range(33), 0)
+        tracker.fix((1 << 9) - 1)
+        desk.admission.length(tracker, 0)
+    tracker = desk.tracker("late", 33)
+    asked = []
+    for ns in (0, 10 * MS, 30 * MS):
+        desk.clock.ns = 1_000 * MS + ns
+        asked.append(desk.admission.worth_asking(tracker, 33, 0))
+        if not ns:
+            desk.admission.asks(tracker)
+    assert asked == [True, True, False]
+
+
 # ---- decisions
 
 
