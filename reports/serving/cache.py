@@ -14,7 +14,7 @@ One request, in order:
 3. `take`     the chosen plan: give back what it does not use, stage what comes from stores.
 4. `arrived`  a store's cells are published in L1 and leased in one step; the store's locks are returned.
    `part`     what could be served of a load that is stopped now, and `stop`: give back the rest.
-5. `release`  the GPU has them: the leases end, the last chunk first, so that the beginning of a prompt goes last.
+5. `release`  the GPU has them: the leases end; L1 evicts the beginning of a prompt last.
 6. `store`    the prompt is computed: reserve, write, publish its chunks, in L1 and in every store.
 
 Left out: two loads of one cell do not join (the second is discarded when it comes to publishing, as the product does
