@@ -177,8 +177,22 @@ class LookupMachine(RuleBasedStateMachine):
         self.now_ns += step_ns
         self.perform(self.state.tick(self.now_ns))
 
-    @rule()
-    def the_engine_will_not_wait(self) -> None:
+    @rule(really=st.integers(0, 5).map(lambda number: number == 5))
+    def the_engine_will_not_wait(self, really: bool) -> None:
+        if really:
+            self.stop_waiting()
+
+    @precondition(lambda self: Phase.ASKED in self.state.phases)
+    @rule(data=st.data())
+    def the_engine_will_not_wait_for_the_answer_that_is_under_way(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from([i for i, each in enumerate(self.state.phases) if each is Phase.ASKED]))
+        while self.up[index]:
+            self.reach(index)
+        self.stop_waiting()
+        while self.down[index]:
+            self.deliver(index, *self.down[index].pop(0))
+
+    def stop_waiting(self) -> None:
         self.hurry = self.hurry or self.state.outcome is None
         self.perform(self.state.hurry(self.now_ns))
 
@@ -320,4 +334,4 @@ def test_a_hurry_that_forgets_who_is_being_asked_is_found(finds, monkeypatch: py
         return actions
 
     monkeypatch.setattr(LookupState, "hurry", hurry)
-    assert "not told to hurry" in finds(LookupMachine)
+    assert "not told to hurry" in finds(LookupMachine, 4000)
