@@ -17,7 +17,7 @@ A `LookupJob` goes through these phases, forwards only:
 3. *Look up*: every adapter at once, only cells that L1 lacks and nobody is loading. Each lookup has a deadline; what
    a late one locked is unlocked on arrival.
 4. *Plan* once (`kvcore.planner`); unused L2 locks go back at once; the grant shrinks to the planned bytes.
-5. *Load*: stage, submit per adapter, publish per adapter (`kvcore.loads`). A refused or failed cell makes the hit
+5. *Load*: stage, submit per adapter, publish slice by slice (`kvcore.loads`). A refused or failed cell makes the hit
    shorter. At the first failure the plan is made again, once, over what is held or still coming: loads that can no
    longer help are left. Nothing new is begun.
 6. *Answer*: fold what is leased. `lengths` is the set of servable lengths, fixed from then on; leases beyond the
