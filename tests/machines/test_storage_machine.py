@@ -500,7 +500,7 @@ def test_locks_of_a_late_lookup_that_are_kept_are_found(finds, monkeypatch: pyte
         return original(self, result)
 
     monkeypatch.setattr(pump._Waiting, "deliver", deliver)
-    assert "L2 locks left" in finds(StorageMachine)
+    assert "L2 locks left" in finds(StorageMachine, 2_000)
 
 
 def test_locks_of_loads_that_are_dropped_and_kept_are_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +513,7 @@ def test_locks_of_loads_that_are_dropped_and_kept_are_found(finds, monkeypatch: 
         self._pumps = pumps
 
     monkeypatch.setattr(LoadTable, "_drop_left", drop_left)
-    assert "L2 locks left" in finds(StorageMachine)
+    assert "L2 locks left" in finds(StorageMachine, 2_000)
 
 
 def test_a_retry_that_is_forgotten_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,7 +542,7 @@ def test_a_store_back_to_where_it_came_from_is_found(finds, monkeypatch: pytest.
 def test_a_lookup_without_a_deadline_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
     """R35."""
     monkeypatch.setattr(PrefetchController, "_deadline", lambda self, job: None)
-    assert "without an end" in finds(StorageMachine)
+    assert "without an end" in finds(StorageMachine, 2_000)
 
 
 def test_a_hurried_answer_of_what_has_not_arrived_is_found(finds, monkeypatch: pytest.MonkeyPatch) -> None:
