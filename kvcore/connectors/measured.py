@@ -42,20 +42,15 @@ from dataclasses import dataclass
 
 from kvcore.admission import (
     NOTHING,
-    Backlog,
     Decision,
     Gpu,
     Limits,
     Line,
-    LineMeter,
     Link,
     Offer,
-    PrefillMeter,
     Prompt,
     Queue,
     Reason,
-    ShareMeter,
-    TailMeter,
     decide,
     pairs,
     stop_gain_s,
@@ -63,6 +58,7 @@ from kvcore.admission import (
 from kvcore.connectors.tracker import Phase, RequestTracker
 from kvcore.connectors.views import LoadTimes, ScheduledRequest
 from kvcore.groups import CacheLayout, GroupKind
+from kvcore.meters import Backlog, LineMeter, PrefillMeter, ShareMeter, TailMeter
 from kvcore.objective import Decodes
 from kvcore.ports import Clock
 

@@ -19,21 +19,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvcore.admission import (
-    Backlog,
     Decision,
     Gpu,
     Link,
     Offer,
     Prefill,
-    PrefillMeter,
     Prompt,
     Queue,
     Reason,
-    ShareMeter,
-    TailMeter,
     decide,
     stop_gain_s,
 )
+from kvcore.meters import Backlog, PrefillMeter, ShareMeter, TailMeter
 from kvcore.objective import Decodes
 from kvcore.reports.breakeven import LineLoad, split
 from kvcore.reports.serving.cache import Cache, Choice, Held

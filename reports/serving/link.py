@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-from kvcore.admission import IDLE, LineMeter, Link, Queue, ShareMeter
+from kvcore.admission import IDLE, Link, Queue
 from kvcore.admission import Line as MeasuredLine
+from kvcore.meters import LineMeter, ShareMeter
 from kvcore.reports.host import Host
 from kvcore.reports.model import Model
 from kvcore.reports.tier import Tier, load_terms

@@ -27,7 +27,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from kvcore.admission import Backlog, Reason
+from kvcore.admission import Reason
+from kvcore.meters import Backlog
 from kvcore.reports.serving.admit import SPLIT, Admission
 from kvcore.reports.serving.cache import Cache, Choice
 from kvcore.reports.serving.gpu import Batch, Part

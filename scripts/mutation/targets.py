@@ -33,6 +33,7 @@ _PAGES = ("unit/test_page_map.py", "unit/test_page_desk.py", "unit/test_worker_p
 
 TESTS: dict[str, tuple[str, ...]] = {
     "kvcore.admission": ("unit/test_admission.py", "reports/test_serving.py"),
+    "kvcore.meters": ("unit/test_meters.py", "reports/test_serving.py"),
     "kvcore.objective": ("unit/test_objective.py", "reports/test_slo.py"),
     "kvcore.device.fingerprint": ("device/test_fingerprint.py",),
     "kvcore.device.formats": ("device/test_discover.py", "device/test_fingerprint.py"),

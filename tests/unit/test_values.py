@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 RUNNING_STATE = {
-    "kvcore.admission.ShareMeter",
+    "kvcore.meters.ShareMeter",
     "kvcore.connectors.measured._Step",
     "kvcore.connectors.tracker.RequestTracker",
     "kvcore.l2.activity.Activity",
