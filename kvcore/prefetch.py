@@ -334,8 +334,7 @@ class PrefetchController:
         assert job.phase not in (Phase.ANSWERED, Phase.ENDED), "a reader that had left was given a lease"
         rows = job.cells.rows(arrived)
         job.held = union(job.held, rows)
-        loaded_bytes = sum(size * row.bit_count() for size, row in zip(self._layout.cell_bytes_rows, rows, strict=True))
-        owner = job.owner
+        owner, loaded_bytes = job.owner, job.demand.bytes_of(rows)
         self._tracer.event("prefetch.loaded", owner.session, owner.generation, len(arrived), len(lost), loaded_bytes)
         if job.phase is Phase.LOADING:
             if lost and not job.replanned:

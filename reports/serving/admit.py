@@ -128,11 +128,11 @@ class Admission:
         slacks_s = decodes.slacks_s(now_s, batch.steps)
         return replace(gpu, slacks_s=slacks_s, good_share=decodes.good_share, limit_s=decodes.limit_s)
 
-    def best_stop(self, now_s: float, loads: Sequence[OnItsWay], batch: Batch) -> OnItsWay | None:
+    def best_stop(
+        self, now_s: float, loads: Sequence[OnItsWay], links: Sequence[Link], batch: Batch
+    ) -> OnItsWay | None:
         """The load that it pays most to stop now; None: all go on. The GPU has no prompt to compute."""
-        if self._policy is Policy.ALWAYS:
-            return None
-        gpu, links = self._gpu(now_s, Backlog(), batch), [line.measured(now_s) for line in self._lines]
+        gpu = self._gpu(now_s, Backlog(), batch)
         best, best_gain_s = None, 0.0
         for load in loads:
             seen = list(links)

@@ -115,9 +115,9 @@ class Cache:
         tokens, size = self._layout.usable_tokens(made.length, held.prompt_tokens), demand.bytes_of(made.kept)
         return Choice(made, Offer(tokens, ((0, size),) if depth and size else ()), 0)
 
-    def bytes_of(self, choice: Choice) -> int:
+    def bytes_of(self, held: Held, choice: Choice) -> int:
         """What the choice uses from host memory."""
-        return sum(size * row.bit_count() for size, row in zip(self._layout.cell_bytes_rows, choice.plan.kept))
+        return self._demand(held, None, 0).bytes_of(choice.plan.kept)
 
     def _part_of(self, rows: Sequence[int], share: float) -> tuple[int, ...]:
         chunks = 0

@@ -151,10 +151,9 @@ class Line:
             queue = Queue(work_s=work_s, rate=self._rate.per_second(now_s), busy=self._share.per_second(now_s))
         return Link(line, queue, self._hauls, self._idle_offers)
 
-    def seen_by(self, now_s: float, haul: Haul) -> Link:
-        """The same for one that is stoppable: in front of it and behind it. Where nothing was measured, one that is on
-        its way is taken to last as long again as it has (Lindy's law)."""
-        link = self.measured(now_s)
+    def seen_by(self, now_s: float, haul: Haul, link: Link) -> Link:
+        """What is measured (`link`) for one that is stoppable: in front of it and behind it. Where nothing was, one
+        that is on its way is taken to last as long again as it has (Lindy's law)."""
         if link.line is None:
             return link if haul is not self._current else replace(link, line=MeasuredLine(now_s - haul.begin_s, 0.0))
         if haul is self._current:

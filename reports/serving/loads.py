@@ -6,7 +6,8 @@ A load is a few hauls, one after the other: each store's bytes into host memory,
 first of them is on its way, or waits for its line, the load may be stopped: the chunks that have arrived are kept, the
 GPU computes the rest, and the line is free for the next one. The admission decides that whenever the GPU has no prompt
 to compute (`stop_one`). Not stopped are a load whose last bytes come from host memory behind a store, which takes
-little; one beside whose layers the GPU computes already; the back of a split; and a piece that measures its line.
+little; one beside whose layers the GPU computes already; the back of a split; a piece that measures its line; and none
+of a policy that always loads.
 
 With `overlap` the rest of a prompt is computed while later layers are still on their way (reports/breakeven.py has the
 law): the request is ready so early that the GPU never waits for a layer, if its rest is computed alone and in one step;
@@ -21,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcore.admission import Offer, Reason
+from kvcore.admission import Link, Offer, Reason
 from kvcore.reports.prefill import prefill_terms
 from kvcore.reports.serving.admit import Admission, OnItsWay
 from kvcore.reports.serving.cache import Cache, Choice
 from kvcore.reports.serving.gpu import Batch
 from kvcore.reports.serving.job import Job
 from kvcore.reports.serving.link import After, Haul, Line
-from kvcore.reports.serving.setting import Setting
+from kvcore.reports.serving.setting import Policy, Setting
 
 STOPPED = "loading stopped"
 
@@ -53,6 +54,7 @@ class Loads:
         after: After,
         ready: Callable[[float, Job], None],
     ) -> None:
+        self._stops = setting.policy is not Policy.ALWAYS
         self._overlaps = setting.overlap
         self._terms = prefill_terms(setting.model, setting.host)
         self._layers = setting.model.layers
@@ -71,7 +73,8 @@ class Loads:
         job.hauls = list(reversed(choice.offer.hauls))
         job.loaded_bytes = job.hauls[0][1]
         depth = job.hauls[-1][0]
-        if not job.front and (depth or not self._overlaps) and job.decision != Reason.PROBE.value:
+        plain = not job.front and (depth or not self._overlaps)
+        if self._stops and plain and job.decision != Reason.PROBE.value:
             self._first[job.index] = job
         self._haul(now_s, job)
 
@@ -115,8 +118,9 @@ class Loads:
         """Stop the load that it pays most to stop, if any; the GPU has no prompt to compute."""
         if not self._first:
             return None
-        seen = [self._seen(now_s, job) for job in self._first.values() if self._stoppable(job)]
-        best = self._admission.best_stop(now_s, seen, batch)
+        links = [line.measured(now_s) for line in self._lines]
+        seen = [self._seen(now_s, job, links) for job in self._first.values() if self._stoppable(job)]
+        best = self._admission.best_stop(now_s, seen, links, batch)
         return None if best is None else self._stop(now_s, self._first.pop(best.job_index), best)
 
     def _stoppable(self, job: Job) -> bool:
@@ -124,7 +128,7 @@ class Loads:
         assert job.haul is not None
         return self._lines[job.choice.offer.hauls[0][0]].stoppable(job.haul)
 
-    def _seen(self, now_s: float, job: Job) -> OnItsWay:
+    def _seen(self, now_s: float, job: Job, links: Sequence[Link]) -> OnItsWay:
         choice, haul, held = job.choice, job.haul, job.held
         assert choice is not None
         assert haul is not None
@@ -134,14 +138,14 @@ class Loads:
         share = min(line.arrived_share(now_s, haul), 1.0)
         left = Offer(choice.offer.tokens, ((depth, max(1, int(size * (1 - share)))), *later))
         part = self._cache.part(held, depth, share)
-        waited_s = now_s - job.arrival_s
-        return OnItsWay(job.index, depth, job.prompt_tokens, waited_s, share, left, part, line.seen_by(now_s, haul))
+        waited_s, link = now_s - job.arrival_s, line.seen_by(now_s, haul, links[depth])
+        return OnItsWay(job.index, depth, job.prompt_tokens, waited_s, share, left, part, link)
 
     def _stop(self, now_s: float, job: Job, seen: OnItsWay) -> Stopped:
         held, haul, part = job.held, job.haul, seen.part
         assert held is not None
         assert haul is not None
-        size = int(haul.size * seen.share) if seen.depth else self._cache.bytes_of(part)
+        size = int(haul.size * seen.share) if seen.depth else self._cache.bytes_of(held, part)
         more_tokens = job.hit_tokens - part.offer.tokens
         self._lines[seen.depth].stop(now_s, haul, size)
         self._cache.stop(held, seen.depth, seen.share)

@@ -414,14 +414,19 @@ def test_a_lookup_that_is_hurried_while_stores_are_asked_gives_back_what_they_lo
     rig_of(0, adapters=("a", "b"), automatic=False).run(scenario)
 
 
+async def behind_a_big_one(rig: Any, **options: Any) -> Any:
+    """A lookup of five chunks that waits for bytes: two are in L1, all in L2, and another one has the whole budget."""
+    rig.store(rig.keys(2))
+    await rig.storage.drain()
+    rig.fill_l2(rig.a, [*rig.keys(5), *rig.keys(4, prompt="big")])
+    big = rig.start(4, prompt="big")
+    await big.wait()
+    return rig.start(5, **options)
+
+
 def test_a_lookup_that_is_hurried_while_it_waits_for_bytes_leaves_the_line(rig_of: RigOf) -> None:
     async def scenario(rig: Any) -> None:
-        rig.store(rig.keys(2))
-        await rig.storage.drain()
-        rig.fill_l2(rig.a, [*rig.keys(5), *rig.keys(4, prompt="big")])
-        big = rig.start(4, prompt="big")
-        await big.wait()
-        job = rig.start(5)
+        job = await behind_a_big_one(rig)
         assert rig.storage.statistics().prefetch.jobs_waiting == 1
         job.hurry()
         assert rig.storage.statistics().prefetch.jobs_waiting == 0
@@ -536,12 +541,7 @@ def test_a_demand_over_the_whole_budget_is_cut_to_the_longest_prefix_that_fits(r
 
 def test_a_request_that_waits_for_bytes_is_answered_from_l1_at_its_deadline(rig_of: RigOf) -> None:
     async def scenario(rig: Any) -> None:
-        rig.store(rig.keys(2))
-        await rig.storage.drain()
-        rig.fill_l2(rig.a, [*rig.keys(5), *rig.keys(4, prompt="big")])
-        big = rig.start(4, prompt="big")
-        await big.wait()
-        job = rig.start(5, timeout_ns=30 * MS)
+        job = await behind_a_big_one(rig, timeout_ns=30 * MS)
         before = rig.clock.now_ns()
         await job.wait()
         assert rig.clock.now_ns() - before == 30 * MS
